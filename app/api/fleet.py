@@ -1,0 +1,115 @@
+"""`/v1/jobs/{id}/fleet`, `/cost`, `/v1/fleet`, `/v1/cost`, `/v1/offers`. No decisions here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+from sqlalchemy import select
+
+from app.api.deps import CallerDep, Services, ServicesDep
+from app.api.paging import Limit
+from app.api.tables import table, text_response, wants_text
+from app.fleet.controller import job_view
+from app.fleet.estimates import Workload
+from app.fleet.market import JobView
+from app.fleet.pricing import Traffic
+from app.protocol.job import FINAL_STATUSES, JobSpec, TaskSpec
+from app.storage.models import Job
+
+router = APIRouter(prefix="/v1", tags=["fleet"])
+
+NODE_COLUMNS = (
+    "id", "gpu_name", "machine_id", "state", "price_per_hour", "rho", "mu_measured", "policy_version", "chain",
+    "chain_position", "upstream", "rollouts_accepted", "heartbeat_age",
+)  # fmt: skip
+LEASE_COLUMNS = ("id", "provider", "machine_id", "gpu_name", "state", "from", "to", "spent_usd")
+OFFER_COLUMNS = (
+    "offer_id", "provider", "gpu_name", "num_gpus", "region", "billing", "price_per_hour", "effective_price_per_hour",
+    "mu", "mu_source", "rho", "excluded",
+)  # fmt: skip
+
+
+def _fleet_text(view: dict[str, Any]) -> str:
+    capacity = view["capacity"]
+    shown = ("mu_min", "mu_target", "mu_pool", "feasible")
+    return table([{k: capacity.get(k) for k in shown}], shown) + "\n\n" + table(view["nodes"], NODE_COLUMNS)
+
+
+def _cost_text(view: dict[str, Any]) -> str:
+    totals = {**view, **view["by_kind"]}
+    shown = ("budget_usd", "spent_usd", "committed_usd", "gpu", "disk", "download", "upload", "usd_per_step", "steps")
+    return table([totals], shown) + "\n\n" + table(view["leases"], LEASE_COLUMNS)
+
+
+@router.get("/jobs/{job_id}/fleet")
+async def job_fleet(job_id: str, request: Request, who: CallerDep, svc: ServicesDep) -> Response:
+    """Capacity and nodes of a job."""
+    job = await svc.jobs.get(job_id)
+    async with svc.core.db.read() as session:
+        view = await svc.views.fleet(session, [job])
+    return text_response(_fleet_text(view)) if wants_text(request) else JSONResponse(view)
+
+
+@router.get("/jobs/{job_id}/cost")
+async def job_cost(job_id: str, request: Request, who: CallerDep, svc: ServicesDep) -> Response:
+    """Money of a job by kind, provider and lease."""
+    job = await svc.jobs.get(job_id)
+    async with svc.core.db.read() as session:
+        view = await svc.views.cost(session, [job])
+    return text_response(_cost_text(view)) if wants_text(request) else JSONResponse(view)
+
+
+@router.get("/fleet")
+async def whole_fleet(request: Request, who: CallerDep, svc: ServicesDep) -> Response:
+    """Nodes of all jobs that are not over, and what ails the providers."""
+    async with svc.core.db.read() as session:
+        jobs = list(await session.scalars(select(Job).where(Job.status.not_in(list(FINAL_STATUSES)))))
+        view = await svc.views.fleet(session, jobs) if jobs else {"capacity": {}, "nodes": []}
+    trouble = {**svc.market.troubles(), **svc.reconciler.trouble}
+    view["providers"] = [
+        {"name": name, "usable": name not in trouble, "reason": trouble.get(name)} for name in svc.core.providers
+    ]
+    if wants_text(request):
+        return text_response(_fleet_text(view) + "\n\n" + table(view["providers"], ("name", "usable", "reason")))
+    return JSONResponse(view)
+
+
+@router.get("/cost")
+async def whole_cost(request: Request, who: CallerDep, svc: ServicesDep) -> Response:
+    """Money of all jobs."""
+    async with svc.core.db.read() as session:
+        view = await svc.views.cost(session, list(await session.scalars(select(Job))))
+    return text_response(_cost_text(view)) if wants_text(request) else JSONResponse(view)
+
+
+@router.get("/offers")
+async def offers(
+    request: Request,
+    who: CallerDep,
+    svc: ServicesDep,
+    job_id: Annotated[str | None, Query()] = None,
+    limit: Limit = 200,
+) -> Response:
+    """The market as a job sees it, ranked by ρ; without a job as the tiny default job would see it."""
+    view = await _job_view(svc, job_id)
+    names = view.spec.fleet.providers or list(svc.core.providers)
+    await svc.market.refresh(names, view.spec.fleet.interruptible, max_age_s=svc.core.settings.offer_refresh_seconds)
+    async with svc.core.db.read() as session:
+        ranked = await svc.market.ranked(session, view)
+    rows = [svc.views.offer(p) for p in ranked[:limit]]
+    for row in rows:
+        # Infinity is not JSON.
+        row["rho"] = row["rho"] if row["rho"] != float("inf") else None
+    if wants_text(request):
+        return text_response(table(rows, OFFER_COLUMNS))
+    return JSONResponse({"items": rows, "next_cursor": None, "providers": svc.market.troubles()})
+
+
+async def _job_view(svc: Services, job_id: str | None) -> JobView:
+    if job_id is not None:
+        await svc.jobs.get(job_id)
+        return job_view(await svc.controller.observe(job_id))
+    spec = JobSpec(model="tiny", task=TaskSpec(name="reasoning_gym"), budget_usd="1")
+    return JobView(spec, Workload(8_000_000_000, 1024.0), Traffic(0.0, 0.0))

@@ -1,0 +1,60 @@
+"""`/v1/keys`: API keys. The key itself is shown once, at its creation."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from sqlalchemy import select
+
+from app.api.deps import AdminDep, ServicesDep
+from app.api.security import API_KEY, hash_key, new_key
+from app.protocol.base import Strict
+from app.protocol.errors import NotFound
+from app.storage.models import ApiKey
+
+router = APIRouter(prefix="/v1/keys", tags=["keys"])
+
+
+class NewKey(Strict):
+    """A key to be made."""
+
+    name: str = Field(min_length=1, max_length=200)
+    admin: bool = False
+
+
+@router.post("", status_code=201)
+async def create_key(body: NewKey, who: AdminDep, svc: ServicesDep) -> dict[str, Any]:
+    """Make a key; it is shown this once."""
+    key = new_key(API_KEY)
+    row = ApiKey(
+        id="key_" + secrets.token_hex(6),
+        name=body.name,
+        key_hash=hash_key(key),
+        admin=body.admin,
+        created_at=svc.core.clock(),
+    )
+    async with svc.core.db.write() as session:
+        session.add(row)
+    return {"id": row.id, "name": row.name, "admin": row.admin, "key": key}
+
+
+@router.get("")
+async def list_keys(who: AdminDep, svc: ServicesDep) -> dict[str, Any]:
+    """All keys, without the keys."""
+    async with svc.core.db.read() as session:
+        rows = list(await session.scalars(select(ApiKey).order_by(ApiKey.created_at)))
+    items = [{"id": r.id, "name": r.name, "admin": r.admin, "revoked": r.revoked_at is not None} for r in rows]
+    return {"items": items, "next_cursor": None}
+
+
+@router.delete("/{key_id}", status_code=204)
+async def revoke_key(key_id: str, who: AdminDep, svc: ServicesDep) -> None:
+    """Revoke a key; twice is fine."""
+    async with svc.core.db.write() as session:
+        row = await session.get(ApiKey, key_id)
+        if row is None:
+            raise NotFound(f"there is no key {key_id}")
+        row.revoked_at = row.revoked_at or svc.core.clock()

@@ -1,0 +1,174 @@
+"""Every error answer is `application/problem+json` (RFC 9457).
+
+Invariant: an answer never holds a value that the client sent in a field (it may be a secret) nor anything about an
+error that we did not foresee; such an error is logged under the id that the client is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from app.protocol.errors import (
+    BadInput,
+    Conflict,
+    EchoError,
+    FieldError,
+    Forbidden,
+    Gone,
+    Malformed,
+    NotFound,
+    Refused,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+)
+
+PROBLEM_JSON = "application/problem+json"
+REQUEST_ID_HEADER = "X-Request-Id"
+CHALLENGE = 'Bearer realm="echo2"'
+"""RFC 9110 asks for a challenge with every 401."""
+
+_BY_STATUS: dict[int, type[EchoError]] = {
+    kind.status: kind
+    for kind in (Malformed, Unauthorized, Forbidden, NotFound, Conflict, Gone, TooLarge, BadInput, Unavailable)
+}
+"""What the framework's own errors are called here, so that a status has one code whoever raised it."""
+
+_log = logging.getLogger(__name__)
+
+
+class Problem(JSONResponse):
+    """An error answer. `code` is stable and is also the end of `type`; `extra` adds members."""
+
+    media_type = PROBLEM_JSON
+
+    def __init__(
+        self,
+        *,
+        status: int,
+        code: str,
+        title: str,
+        detail: str,
+        errors: Sequence[Mapping[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
+        content: dict[str, Any] = {
+            "type": f"urn:echo2:problem:{code}",
+            "title": title,
+            "status": status,
+            "detail": detail,
+            "code": code,
+        }
+        if errors:
+            content["errors"] = [dict(error) for error in errors]
+        sent = dict(headers or {})
+        if status == HTTPStatus.UNAUTHORIZED and not any(name.lower() == "www-authenticate" for name in sent):
+            sent["WWW-Authenticate"] = CHALLENGE
+        super().__init__(content | dict(extra or {}), status_code=status, headers=sent)
+
+
+def problem(error: EchoError, headers: Mapping[str, str] | None = None) -> Problem:
+    """One of our errors as an answer; a refused trajectory file adds its `reason`."""
+    return Problem(
+        status=error.status,
+        code=error.code,
+        title=error.title,
+        detail=error.detail,
+        errors=[_field(e) for e in error.errors],
+        headers=headers,
+        extra={"reason": error.reason} if isinstance(error, Refused) else None,
+    )
+
+
+def json_pointer(parts: Sequence[str | int]) -> str:
+    """RFC 6901: `("batch", "group_size")` → `/batch/group_size`; no parts are the whole document, ``."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem."""
+    app.add_exception_handler(EchoError, _on_echo_error)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_surprise)
+
+
+def _field(error: FieldError) -> dict[str, str]:
+    return {"pointer": error.pointer, "detail": error.detail}
+
+
+def _where(request: Request) -> str:
+    request_id = getattr(request.state, "request_id", "-")
+    return f"request {request_id}: {request.method} {request.url.path}"
+
+
+async def _on_echo_error(request: Request, error: Exception) -> Problem:
+    assert isinstance(error, EchoError)
+    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        _log.warning("%s: %s: %s", _where(request), error.code, error.detail)
+    return problem(error)
+
+
+async def _on_validation(request: Request, error: Exception) -> Problem:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    unreadable = [e for e in found if e["type"] == "json_invalid"]
+    if unreadable:
+        position, why = unreadable[0]["loc"][-1], unreadable[0].get("ctx", {}).get("error", "")
+        return problem(Malformed(f"the body is not JSON: {why} at character {position}"))
+    errors = [_explain(e) for e in found]
+    first = f"{errors[0]['pointer'] or errors[0]['in']}: {errors[0]['detail']}" if errors else "see errors"
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    detail = f"the request is not valid: {first}{more}"
+    return Problem(status=BadInput.status, code=BadInput.code, title=BadInput.title, detail=detail, errors=errors)
+
+
+def _explain(error: Mapping[str, Any]) -> dict[str, str]:
+    """One error of pydantic: where (`in` is body, query, path, header or cookie), and what to change."""
+    place, *parts = error["loc"] or ("body",)
+    if error["type"] == "extra_forbidden":
+        detail = "there is no such field; remove it"
+    elif error["type"] == "missing":
+        detail = "this field is required"
+    else:
+        detail = str(error["msg"]).removeprefix("Value error, ")
+    return {"in": str(place), "pointer": json_pointer(parts), "detail": detail}
+
+
+async def _on_http(request: Request, error: Exception) -> Problem:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    known = _BY_STATUS.get(int(status))
+    title = known.title if known else status.phrase.capitalize()
+    code = known.code if known else re.sub(r"[^a-z0-9]+", "_", status.phrase.lower())
+    detail = error.detail
+    if status is HTTPStatus.NOT_FOUND and detail == status.phrase:
+        detail = f"there is nothing at {request.url.path}"
+    elif status is HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow")
+        detail = f"{request.method} is not possible here" + (f"; possible: {allowed}" if allowed else "")
+    return Problem(status=int(status), code=code, title=title, detail=detail, headers=error.headers)
+
+
+async def _on_surprise(request: Request, error: Exception) -> Problem:
+    _log.error("%s failed: %s", _where(request), type(error).__name__)
+    request_id = getattr(request.state, "request_id", None)
+    known = f"; its id is {request_id}" if request_id else ""
+    return Problem(
+        status=500,
+        code=EchoError.code,
+        title=EchoError.title,
+        detail=f"something went wrong here, and the request may or may not have had an effect{known}",
+        # This answer is made outside of the middleware that sets the header on all others.
+        headers={REQUEST_ID_HEADER: request_id} if request_id else None,
+    )

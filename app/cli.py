@@ -1,0 +1,203 @@
+"""`echo2`: the command line. Composes; decides nothing.
+
+Exit status: 0 done, 1 failed, 2 bad usage or bad settings. Heavy packages are imported by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from app.protocol.errors import EchoError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Cheap GPUs for RL post-training.")
+job_app = typer.Typer(no_args_is_help=True, help="Jobs.")
+keys_app = typer.Typer(no_args_is_help=True, help="API keys.")
+app.add_typer(job_app, name="job")
+app.add_typer(keys_app, name="keys")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _logging(level: str = "INFO") -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("httpx", "apscheduler", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _show_key(key: str) -> None:
+    print(f"admin key, shown this once: {key}", file=sys.stderr, flush=True)
+
+
+@app.command()
+def serve() -> None:
+    """Run the control service (settings: ECHO2_*)."""
+    from app.serve import serve as run
+    from app.settings import load_settings
+
+    settings = load_settings()
+    _logging(settings.log_level)
+    run(settings, _show_key)
+
+
+@app.command()
+def marketplace(
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8090,
+    control: Annotated[bool, typer.Option("--control", help="Open the control side, /_market/…")] = False,
+    machines: Annotated[Path | None, typer.Option(help="Price list, TOML.")] = None,
+) -> None:
+    """Run the local marketplace alone. Its key: ECHO2_MARKETPLACE_API_KEY."""
+    from providers.marketplace.config import DEFAULT_MACHINES, MarketConfig
+    from providers.marketplace.server import serve as run
+
+    _logging()
+    key = os.environ.get("ECHO2_MARKETPLACE_API_KEY", "")
+    if not key:
+        raise typer.BadParameter("ECHO2_MARKETPLACE_API_KEY is not set: choose a key that clients must send")
+    state = Path(os.environ.get("ECHO2_STATE_DIR", ".echo2")).absolute() / "marketplace"
+    config = MarketConfig(
+        state_dir=state, api_key=key, port=port, control_enabled=control, machines_file=machines or DEFAULT_MACHINES
+    )
+    asyncio.run(run(config, lambda url: print(f"marketplace at {url}", flush=True)))
+
+
+@app.command()
+def agent() -> None:
+    """Be a rollout agent: ECHO2_CONTROL_URL and ECHO2_JOIN_TOKEN say for whom."""
+    from app.rollout_agent.__main__ import run_agent
+
+    _logging()
+    raise typer.Exit(run_agent())
+
+
+@app.command()
+def learner(job: Annotated[str, typer.Option(help="Job id.")]) -> None:
+    """Be the learner of a job: ECHO2_CONTROL_URL and ECHO2_LEARNER_TOKEN say for whom."""
+    from app.learner.process import main as run
+
+    raise typer.Exit(run(job))
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=30, help="Learner steps.")] = 150,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+) -> None:
+    """A whole job on this machine: rent, train, lose a machine, see a price move, give everything back."""
+    from app.demo import run
+
+    raise typer.Exit(run(steps=steps, plain=plain))
+
+
+def _call(method: str, path: str, body: Any = None, *, text: bool = False, **params: Any) -> Any:
+    from app.client import call
+
+    return call(method, path, body, text=text, params=params)
+
+
+def _print(path: str, as_json: bool, **params: Any) -> None:
+    answer = _call("GET", path, text=not as_json, **params)
+    print(json.dumps(answer, indent=2) if as_json else answer.rstrip())
+
+
+@job_app.command("submit")
+def job_submit(
+    file: Annotated[str, typer.Argument(help="JSON file, or - for standard input.")], as_json: Json = False
+) -> None:
+    """Start a job."""
+    raw = sys.stdin.read() if file == "-" else Path(file).read_text()
+    try:
+        body = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"{file} is not JSON: {error}") from error
+    answer = _call("POST", "/v1/jobs", body)
+    print(json.dumps(answer, indent=2) if as_json else answer["id"])
+
+
+@job_app.command("list")
+def job_list(as_json: Json = False) -> None:
+    """All jobs, newest first."""
+    _print("/v1/jobs", as_json)
+
+
+@job_app.command("show")
+def job_show(job_id: str, as_json: Json = False) -> None:
+    """One job."""
+    _print(f"/v1/jobs/{job_id}", as_json)
+
+
+@job_app.command("watch")
+def job_watch(job_id: str) -> None:
+    """Follow a job until it ends; exit 0 only if it succeeded."""
+    from app.watch import watch
+
+    raise typer.Exit(watch(job_id))
+
+
+@job_app.command("cancel")
+def job_cancel(job_id: str, as_json: Json = False) -> None:
+    """End a job: its model is saved, its nodes are given back."""
+    answer = _call("POST", f"/v1/jobs/{job_id}/cancel")
+    print(json.dumps(answer, indent=2) if as_json else answer["status"])
+
+
+@app.command()
+def fleet(job_id: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+    """Nodes, of one job or of all."""
+    _print(f"/v1/jobs/{job_id}/fleet" if job_id else "/v1/fleet", as_json)
+
+
+@app.command()
+def cost(job_id: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+    """Money, of one job or of all."""
+    _print(f"/v1/jobs/{job_id}/cost" if job_id else "/v1/cost", as_json)
+
+
+@app.command()
+def offers(job_id: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+    """The market, as a job sees it."""
+    params = {"job_id": job_id} if job_id else {}
+    _print("/v1/offers", as_json, **params)
+
+
+@keys_app.command("create")
+def keys_create(name: str, admin: Annotated[bool, typer.Option("--admin")] = False, as_json: Json = False) -> None:
+    """Make an API key; it is shown this once."""
+    answer = _call("POST", "/v1/keys", {"name": name, "admin": admin})
+    print(json.dumps(answer, indent=2) if as_json else f"{answer['id']} {answer['key']}")
+
+
+@keys_app.command("revoke")
+def keys_revoke(key_id: str) -> None:
+    """Revoke an API key."""
+    _call("DELETE", f"/v1/keys/{key_id}")
+
+
+def main() -> None:
+    """Entry point: our errors are one line on standard error."""
+    from app.settings import SettingsError
+
+    try:
+        app()
+    except SettingsError as error:
+        print(error.detail, file=sys.stderr)
+        sys.exit(2)
+    except EchoError as error:
+        print(f"{error.code}: {error.detail}", file=sys.stderr)
+        for item in error.errors:
+            print(f"  {item.pointer}: {item.detail}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        print(f"{error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The closed loop: observe → estimate → decide → act. What decides is pure; what acts is thin."""

@@ -1,0 +1,45 @@
+"""Which work may be handed out, and which prompts it is for. Pure.
+
+Invariant: no work item is handed out whose rollouts could not be trained on in time, if the queue before it is
+consumed in order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+
+def grantable(*, step: int, version: int, staleness: int, prompts: int, ahead: int) -> int:
+    """How many further groups sampled under `version` would still be admissible when their turn comes.
+
+    `step` is t, the learner's completed steps; `ahead` counts groups that are accepted or leased and not yet trained
+    on. The group after `ahead` others is consumed at step t + ⌊ahead / prompts⌋ and is admissible while that step
+    minus `version` is at most S. Same bound as AReaL's admission, (η + version + 1)·B − (accepted + running).
+    """
+    return max(0, (staleness + version - step + 1) * prompts - ahead)
+
+
+@lru_cache(maxsize=16)
+def _order(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+def prompt_at(seed: int, ordinal: int, size: int) -> int:
+    """The prompt of the `ordinal`-th work item: every prompt once an epoch, in an order that only the seed decides."""
+    return int(_order(seed, ordinal // size, size)[ordinal % size])
+
+
+def item_seed(seed: int, ordinal: int) -> int:
+    """Sampling seed of a work item: 63 bits, distinct for each ordinal, reproducible."""
+    state = np.random.SeedSequence([seed, ordinal]).generate_state(1, np.uint64)[0]
+    return int(state) >> 1
+
+
+def lease_deadline(*, t_train: float | None, prompts: int, items: int, node_rate_groups_s: float | None) -> float:
+    """Seconds that a node has to answer `items` groups: ten times what it should need, between 20 s and 30 min."""
+    expected = items / node_rate_groups_s if node_rate_groups_s else items * 2.0
+    floor = 4 * t_train if t_train else 0.0
+    return min(1800.0, max(20.0, 10 * expected, floor))

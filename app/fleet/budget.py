@@ -1,0 +1,50 @@
+"""The budget is a promise. Pure.
+
+Invariant: spent + what is open + what it costs to wind everything down never exceeds the budget, as far as prices are
+known when a decision is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """Money of a job, micro-dollars."""
+
+    budget: int
+    spent: int
+    """Ledger entries and what has accrued since."""
+    burn_micros_h: int
+    """All open leases together, traffic included."""
+    pending_micros_h: int = 0
+    """Leases whose fate is not known yet: they may cost as much as asked for."""
+    wind_down_s: float = 120.0
+    """How long it takes to checkpoint, drain and give everything back."""
+
+    @property
+    def wind_down(self) -> int:
+        """What it costs to end now."""
+        return round((self.burn_micros_h + self.pending_micros_h) * self.wind_down_s / 3600)
+
+    @property
+    def committed(self) -> int:
+        """Spent, accrued and the cost of winding down."""
+        return self.spent + self.wind_down
+
+    @property
+    def remaining(self) -> int:
+        """What may still be committed."""
+        return self.budget - self.committed
+
+
+def can_rent(exposure: Exposure, price_micros_h: int, minimum_s: float) -> bool:
+    """Whether one more lease at this price can run for `minimum_s` and be wound down within the promise."""
+    cost = round(price_micros_h * (minimum_s + exposure.wind_down_s) / 3600)
+    return cost <= exposure.remaining
+
+
+def must_wind_down(exposure: Exposure, margin_s: float) -> bool:
+    """Whether the job has to end now: less is left than burns in the next `margin_s` seconds."""
+    return exposure.burn_micros_h > 0 and exposure.remaining <= exposure.burn_micros_h * margin_s / 3600

@@ -1,0 +1,327 @@
+"""The closed loop of one job: observe → estimate → decide → act.
+
+Invariant: a tick reads the database, decides with the pure functions, and writes what it decided before anybody is
+asked to do it; a tick that is repeated, or that dies at any point, does no harm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import activation, budget, capacity, estimates, money, pricing
+from app.fleet.core import Core
+from app.fleet.leases import Choice, Leases
+from app.fleet.lifecycle import Lifecycle
+from app.fleet.market import JobView, Market, Priced, matches
+from app.fleet.nodes import Nodes
+from app.fleet.work import Work
+from app.protocol.base import usd
+from app.protocol.job import JobSpec, JobStatus
+from app.protocol.node import NodeState
+from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
+from providers.base import Billing, ProviderError
+
+log = logging.getLogger(__name__)
+
+STARTUP_S = 60.0
+LEAVING = (NodeState.DRAINING, NodeState.LOST, NodeState.GONE)
+LOOPING = (JobStatus.PROVISIONING, JobStatus.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a tick looks at."""
+
+    job: Job
+    spec: JobSpec
+    leases: Sequence[Lease]
+    nodes: dict[str, Node]
+    """By lease."""
+
+    @property
+    def usable(self) -> list[Lease]:
+        """Leases that work or will, those on their way out not counted."""
+        return [
+            x
+            for x in self.leases
+            if LeaseState(x.state).usable
+            and not x.release_wanted
+            and not (
+                x.id in self.nodes and self.nodes[x.id].state in (NodeState.DRAINING, NodeState.LOST, NodeState.GONE)
+            )
+        ]
+
+
+class Controller:
+    """Holds every job's pool at its target."""
+
+    def __init__(
+        self, core: Core, market: Market, leases: Leases, nodes: Nodes, work: Work, lifecycle: Lifecycle
+    ) -> None:
+        self.core = core
+        self.market = market
+        self.leases = leases
+        self.nodes = nodes
+        self.work = work
+        self.lifecycle = lifecycle
+        self._short: dict[str, str] = {}
+        """Job → what it was last told about being short of capacity, so that it is told once."""
+
+    async def tick(self, job_id: str) -> None:
+        """One round for one job."""
+        await self.lifecycle.tick(job_id)
+        seen = await self.observe(job_id)
+        if seen.job.status not in LOOPING or seen.job.ready_at is None or seen.job.published_version is None:
+            return
+        names = seen.spec.fleet.providers or list(self.core.providers)
+        await self.market.refresh(
+            names, seen.spec.fleet.interruptible, max_age_s=self.core.settings.offer_refresh_seconds
+        )
+        await self.decide(job_id, "tick")
+
+    async def observe(self, job_id: str) -> Seen:
+        """The job, its leases and their nodes."""
+        async with self.core.db.read() as session:
+            return await self._observe(session, job_id)
+
+    async def _observe(self, session: AsyncSession, job_id: str) -> Seen:
+        job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+        leases = list(await session.scalars(select(Lease).where(Lease.job_id == job_id)))
+        nodes = {n.lease_id: n for n in await session.scalars(select(Node).where(Node.job_id == job_id))}
+        return Seen(job, JobSpec.model_validate(job.spec), leases, nodes)
+
+    async def decide(self, job_id: str, why: str) -> None:
+        """Estimate, decide, write down, act."""
+        async with self.core.db.write() as session:
+            seen = await self._observe(session, job_id)
+            if seen.job.status not in LOOPING or seen.job.t_train is None:
+                return
+            await self.nodes.expire(session, seen.job)
+            await self.work.expire(session, seen.job)
+            view = job_view(seen)
+            ranked = await self.market.ranked(session, view)
+            await self._retire_replaced(session, seen)
+            need = self._capacity(session, seen)
+            choices, retire = await self._act(session, seen, ranked, need, why)
+        if choices:
+            for choice in choices:
+                self.market.forget(choice.offer)
+            await self.leases.rent(job_id, choices, retire)
+        self.core.announce(job_id)
+
+    def _capacity(self, session: AsyncSession, seen: Seen) -> capacity.Capacity:
+        """Eq. 2 with what is measured, and what the pool delivers; kept for the API."""
+        job, spec = seen.job, seen.spec
+        t_bcast = job.t_bcast if job.t_bcast is not None else self._broadcast_prior(seen)
+        need = capacity.plan(
+            rollouts=spec.rollouts_per_step,
+            kappa=job.publish_period,
+            staleness=job.staleness_budget,
+            gamma=spec.safety_factor,
+            t_train=job.t_train or 1.0,
+            t_bcast=t_bcast,
+        )
+        active = [n for n in seen.nodes.values() if n.state == NodeState.ACTIVE]
+        was_feasible = job.capacity.get("feasible")
+        job.capacity = {
+            **need.as_dict(),
+            "mu_pool": sum(n.mu_measured or 0.0 for n in active),
+            "nodes_active": len(active),
+            "t_train": job.t_train,
+            "t_bcast": t_bcast,
+        }
+        job.nodes_peak = max(job.nodes_peak, len(active))
+        metrics = self.core.metrics
+        metrics.mu_pool.labels(job.id).set(job.capacity["mu_pool"])
+        metrics.mu_target.labels(job.id).set(need.mu_target)
+        metrics.mu_min.labels(job.id).set(need.mu_min or 0.0)
+        if need.feasible != was_feasible and not (need.feasible and was_feasible is None):
+            kind = "capacity_feasible" if need.feasible else "capacity_infeasible"
+            self.core.emit(
+                session, job.id, kind, need.explanation or "the broadcast fits into the publish period again"
+            )
+        return need
+
+    def _broadcast_prior(self, seen: Seen) -> float:
+        """T_bcast before one was measured."""
+        links = [min(x.up_mbps, x.down_mbps) for x in seen.usable if x.up_mbps and x.down_mbps]
+        size = seen.job.snapshot_bytes or 0
+        uplink = self.core.settings.learner_uplink_mbps
+        return estimates.broadcast_time(size, max(1, len(links)), uplink, min(links, default=min(uplink, 100.0)))
+
+    async def _act(
+        self, session: AsyncSession, seen: Seen, ranked: Sequence[Priced], need: capacity.Capacity, why: str
+    ) -> tuple[list[Choice], list[str]]:
+        """Turn the pure decision into intents, drains and bids. Returns what to rent and what that retires."""
+        now, job = self.core.clock(), seen.job
+        view = job_view(seen)
+        running = [self._running(x, seen, view, now) for x in seen.usable if not x.retire_after]
+        offers = {p.offer.offer_id: p for p in ranked if not p.excluded}
+        market = [activation.Candidate(k, p.offer.machine_id, p.price.total, p.mu) for k, p in offers.items()]
+        slots = job.max_nodes - (len(seen.usable) - len(running))
+        policy = activation.Policy(min_life_s=self.core.settings.min_lease_seconds, switch_s=view.startup_s, life_h=1.0)
+        decision = activation.decide(running, market, need.mu_target, slots, policy)
+        if why != "tick":
+            self._tell_rerank(session, seen, ranked, decision, why)
+        for key, reason in decision.release:
+            await self.nodes.retire(session, await session.get_one(Lease, key), reason)
+        for key in decision.rebid:
+            self._rebid(session, await session.get_one(Lease, key))
+        choices = self._affordable(session, seen, [offers[c.key] for c in decision.rent])
+        if decision.rent and not choices and not seen.usable and not any(LeaseState(x.state).open for x in seen.leases):
+            self._cannot_pay(session, seen, offers[decision.rent[0].key])
+        self._tell_shortage(session, seen, decision, need, bool(choices))
+        # What is retired leaves once its replacement works; if that was not affordable, it stays.
+        return choices, [key for key, _ in decision.retire] if choices else []
+
+    def _running(self, lease: Lease, seen: Seen, view: JobView, now: float) -> activation.Running:
+        """A lease as the decision sees it: measured throughput where there is one, the price of keeping it."""
+        node = seen.nodes.get(lease.id)
+        active = node is not None and node.state == NodeState.ACTIVE
+        measured = node.mu_measured if node is not None and active else None
+        if measured:
+            mu = pricing.effective_throughput(measured, lease.reliability, seen.spec.fleet.interruptible)
+        else:
+            base = estimates.prior(lease.gpu_name, lease.num_gpus, view.load)
+            guess = estimates.estimate(base, lease.gpu_name, view.measured).mu
+            mu = pricing.effective_throughput(guess, lease.reliability, seen.spec.fleet.interruptible)
+        endangered = lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h
+        price = lease.effective_micros_h
+        if endangered:
+            price += pricing.bid_for(lease.market_micros_h, None) - lease.rate_micros_h
+        candidate = activation.Candidate(lease.id, lease.machine_id, price, mu)
+        return activation.Running(candidate, active, now - lease.created_at, endangered)
+
+    def _rebid(self, session: AsyncSession, lease: Lease) -> None:
+        """Raise the bid of a machine that is worth it; the new rate counts from the provider's own listing."""
+        bid = pricing.bid_for(lease.market_micros_h, None)
+        self.core.emit(
+            session, lease.job_id, "bid_raised", f"{lease.gpu_name}: bid raised to ${usd(bid)}/h", lease=lease.id
+        )
+        self.leases.spawn(self._send_bid(lease.provider, lease.instance_id or "", bid))
+
+    async def _send_bid(self, provider: str, instance_id: str, bid: int) -> None:
+        try:
+            await self.core.providers[provider].set_bid(instance_id, bid)
+        except ProviderError as error:
+            # The machine will be outbid and replaced: the loop goes on without this bid.
+            log.warning("bid for %s was not raised: %s", instance_id, error)
+
+    def _affordable(self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced]) -> list[Choice]:
+        """Of the wanted offers those that the budget's promise allows, one after the other."""
+        settings, now = self.core.settings, self.core.clock()
+        exposure = money.exposure(seen.job, seen.leases, now, settings.wind_down_seconds)
+        choices, extra = [], 0
+        for p in wanted:
+            held = budget.Exposure(
+                exposure.budget, exposure.spent, exposure.burn_micros_h, exposure.pending_micros_h + extra,
+                exposure.wind_down_s,
+            )  # fmt: skip
+            if not budget.can_rent(held, p.price.total, settings.min_lease_seconds):
+                self._tell_once(
+                    session, seen.job.id, "budget_holds",
+                    f"renting stops: ${usd(max(0, held.remaining))} of the budget are not committed, too little for "
+                    f"{p.offer.gpu_name} at ${usd(p.price.total)}/h",
+                )  # fmt: skip
+                break
+            extra += p.price.total
+            choices.append(Choice(p.offer, p.rate_micros_h, p.price.total, p.mu))
+        return choices
+
+    def _cannot_pay(self, session: AsyncSession, seen: Seen, cheapest: Priced) -> None:
+        """Nothing runs and the budget can't pay for anything: the job is over."""
+        settings = self.core.settings
+        need = cheapest.price.total * (settings.min_lease_seconds + settings.wind_down_seconds) / 3600
+        left = money.exposure(seen.job, seen.leases, self.core.clock(), settings.wind_down_seconds).remaining
+        reason = (
+            f"the budget can't pay a node: ${usd(max(0, left))} is left, and {cheapest.offer.gpu_name} needs "
+            f"${usd(round(need))} to start, work and be given back"
+        )
+        outcome = JobStatus.BUDGET_EXHAUSTED if seen.job.step else JobStatus.FAILED
+        self.lifecycle.end(session, seen.job, outcome, reason)
+
+    async def _retire_replaced(self, session: AsyncSession, seen: Seen) -> None:
+        """Leases whose replacements work are drained; those whose replacements failed stay."""
+        by_id = {x.id: x for x in seen.leases}
+        for lease in seen.usable:
+            if not lease.retire_after:
+                continue
+            heirs = [by_id[i] for i in lease.retire_after if i in by_id]
+            alive = [h for h in heirs if LeaseState(h.state).usable]
+            working = [h for h in alive if h.id in seen.nodes and seen.nodes[h.id].state == NodeState.ACTIVE]
+            if not alive:
+                lease.retire_after = []
+            elif len(working) == len(alive):
+                await self.nodes.retire(session, lease, "its cheaper replacement works")
+
+    def _tell_rerank(
+        self, session: AsyncSession, seen: Seen, ranked: Sequence[Priced], decision: activation.Decision, why: str
+    ) -> None:
+        best = [f"{p.offer.gpu_name} ρ={p.rho:.3g}" for p in ranked if not p.excluded][:3]
+        self.core.emit(
+            session, seen.job.id, "reranked",
+            f"re-ranked after {why}; best offers: {', '.join(best) or 'none'}; rent {len(decision.rent)}, "
+            f"release {len(decision.release) + len(decision.retire)}, raise {len(decision.rebid)} bids",
+        )  # fmt: skip
+
+    def _tell_shortage(
+        self, session: AsyncSession, seen: Seen, decision: activation.Decision, need: capacity.Capacity, renting: bool
+    ) -> None:
+        planned = sum(x.mu_prior for x in seen.usable)
+        if renting or decision.rent or (seen.usable and planned >= need.mu_target):
+            return
+        if len(seen.usable) >= seen.job.max_nodes:
+            self._tell_once(
+                session,
+                seen.job.id,
+                "at_max_nodes",
+                f"target {need.mu_target:.4g} rollouts/s needs more than max_nodes {seen.job.max_nodes}",
+            )
+        elif not seen.usable:
+            self._tell_once(session, seen.job.id, "no_offers", "no offer that the job may rent; see /v1/offers for why")
+
+    def _tell_once(self, session: AsyncSession, job_id: str, kind: str, message: str) -> None:
+        if self._short.get(job_id) != kind:
+            self._short[job_id] = kind
+            self.core.emit(session, job_id, kind, message)
+
+    async def price_changed(self, provider: str, row: SpotPrice) -> None:
+        """A spot price arrived: re-rank every running job at once."""
+        async with self.core.db.write() as session:
+            for lease in await session.scalars(
+                select(Lease).where(Lease.provider == provider, Lease.state.in_([s for s in LeaseState if s.open]))
+            ):
+                same = matches(
+                    row.selector, machine_id=lease.machine_id, offer_id=lease.offer_id, gpu_name=lease.gpu_name,
+                    region=lease.region,
+                )  # fmt: skip
+                if same:
+                    lease.market_micros_h = row.micros_h
+            jobs = list(await session.scalars(select(Job).where(Job.status.in_(LOOPING))))
+            for job in jobs:
+                job.price_events += 1
+        for job in jobs:
+            what = ", ".join(f"{k} {v}" for k, v in row.selector.items()) or "all"
+            await self.decide(job.id, f"a spot price of ${usd(row.micros_h)}/h for {what} at {provider}")
+
+
+def job_view(seen: Seen) -> JobView:
+    """What ranking needs to know of the job: its workload, its traffic, what was measured."""
+    job, spec = seen.job, seen.spec
+    tokens = min(spec.sampling.max_tokens, 512)
+    load = estimates.Workload(parameters=job.parameters or 1_000_000, tokens_per_rollout=float(tokens))
+    period_s = max(1.0, (job.t_train or 10.0) * job.publish_period)
+    snapshots = (job.snapshot_bytes or 0) * 3600 / period_s
+    rollout_bytes = 3600 / max(0.1, job.t_train or 10.0) * spec.rollouts_per_step * tokens * 12 / max(1, job.max_nodes)
+    measured = []
+    for lease in seen.leases:
+        node = seen.nodes.get(lease.id)
+        if node is not None and node.mu_measured:
+            base = estimates.prior(lease.gpu_name, lease.num_gpus, load).mu
+            measured.append(estimates.Measurement(lease.gpu_name, node.mu_measured, base))
+    return JobView(spec, load, pricing.Traffic(snapshots, snapshots + rollout_bytes), tuple(measured), STARTUP_S)

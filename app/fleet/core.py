@@ -1,0 +1,100 @@
+"""What the parts of the control service share: database, clock, providers, signals, derived secrets.
+
+Invariant: nothing here decides anything. A signal is only a hint that the database changed; who misses one finds out
+at the next timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet.metrics import Metrics
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.models import Event
+from app.storage.objects import ObjectStore
+from providers.base import Provider
+
+log = logging.getLogger("echo2")
+
+
+class Signals:
+    """Named wake-ups inside this process."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, asyncio.Event] = {}
+
+    def notify(self, name: str) -> None:
+        """Wake everybody who waits for `name`."""
+        event = self._events.pop(name, None)
+        if event is not None:
+            event.set()
+
+    def subscribe(self, name: str) -> asyncio.Event:
+        """An event that the next notify sets. Take it before looking at the database, so that none is missed."""
+        return self._events.setdefault(name, asyncio.Event())
+
+    @staticmethod
+    async def wait(event: asyncio.Event, timeout_s: float) -> bool:
+        """True if it was set in time."""
+        try:
+            await asyncio.wait_for(event.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """Tokens that are derived, so that none of them has to be stored."""
+
+    key: bytes = field(repr=False)
+
+    def derive(self, purpose: str, subject: str) -> str:
+        """A token for one purpose and one subject; 256 bits, hex."""
+        return hmac.new(self.key, f"{purpose}:{subject}".encode(), hashlib.sha256).hexdigest()
+
+    def learner_token(self, job_id: str) -> str:
+        """Bearer of the job's learner."""
+        return "lt_" + self.derive("learner", job_id)
+
+    def relay_token(self, job_id: str) -> str:
+        """Bearer that relays of this job ask of each other."""
+        return "rt_" + self.derive("relay", job_id)
+
+    def signing_key(self) -> bytes:
+        """Key of presigned URLs of the folder store."""
+        return bytes.fromhex(self.derive("objects", ""))
+
+
+@dataclass
+class Core:
+    """Handed to every service."""
+
+    db: Database
+    settings: Settings
+    providers: Mapping[str, Provider]
+    objects: ObjectStore
+    secrets: Secrets
+    clock: Callable[[], float]
+    metrics: Metrics
+    signals: Signals = field(default_factory=Signals)
+    started_at: float = 0.0
+    """When this process began: nobody is lost for silence while nobody listened."""
+
+    def emit(self, session: AsyncSession, job_id: str | None, kind: str, message: str, **data: Any) -> None:
+        """Write an event in the caller's transaction; whoever streams events is woken by the caller's `announce`."""
+        session.add(Event(job_id=job_id, at=self.clock(), kind=kind, message=message, data=data))
+        log.info("%s %s %s", job_id or "-", kind, message)
+
+    def announce(self, job_id: str) -> None:
+        """Wake all who wait for news of this job: work requests, trajectory polls, event streams."""
+        self.signals.notify(f"job:{job_id}")

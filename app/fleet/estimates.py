@@ -1,0 +1,116 @@
+"""Estimates: throughput before and after it is measured, broadcast time, smoothing. Pure.
+
+Invariant: an unknown GPU gets a cautious estimate and is marked, never dropped; what was measured outweighs the prior.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Facts of a GPU model: memory bandwidth in GB/s, dense bf16 TFLOP/s, memory in GB."""
+
+    memory_gb_s: float
+    tflops: float
+    memory_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a rollout is made of."""
+
+    parameters: int
+    tokens_per_rollout: float
+    concurrency: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Rollouts per second of a machine, and where the number comes from."""
+
+    mu: float
+    source: str
+    """`measured`, `gpu` (others of this GPU model were measured), `scaled` (any were), `roofline`, `unknown_gpu`."""
+
+
+MODEL_EFFICIENCY = 0.35
+"""Share of the roofline that serving reaches; a prior, corrected by the first measurement."""
+STEP_OVERHEAD_S = 0.004
+"""A decode step costs at least this much whatever the model: launch and host work."""
+
+
+@cache
+def gpu_table() -> Mapping[str, Gpu]:
+    """The GPUs that we have facts of, by normalised name. Sources are in `gpus.toml`."""
+    raw = tomllib.loads(files("app.fleet").joinpath("gpus.toml").read_text())
+    return {_key(name): Gpu(**facts) for name, facts in raw["gpus"].items()}
+
+
+def _key(name: str) -> str:
+    return name.replace("_", " ").strip().upper()
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """Facts by the provider's name, `_` and space alike, whole names only."""
+    return gpu_table().get(_key(name))
+
+
+def roofline(gpu: Gpu, num_gpus: int, load: Workload) -> float:
+    """Rollouts/s: decode is bound by reading the weights once per step, by FLOPs, and by per-step overhead."""
+    read_s = 2 * load.parameters / (gpu.memory_gb_s * 1e9)
+    compute_s = 2 * load.parameters * load.concurrency / (gpu.tflops * 1e12)
+    step_s = max(read_s, compute_s) / MODEL_EFFICIENCY + STEP_OVERHEAD_S
+    return num_gpus * load.concurrency / step_s / load.tokens_per_rollout
+
+
+def prior(gpu_name: str, num_gpus: int, load: Workload) -> Estimate:
+    """What to expect of a machine that nobody has measured. An unknown GPU counts as the weakest known one."""
+    gpu = find_gpu(gpu_name)
+    if gpu is not None:
+        return Estimate(roofline(gpu, num_gpus, load), "roofline")
+    weakest = min(roofline(g, num_gpus, load) for g in gpu_table().values())
+    return Estimate(weakest, "unknown_gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A node's measured rate beside its prior."""
+
+    gpu_name: str
+    mu: float
+    prior: float
+
+
+def estimate(base: Estimate, gpu_name: str, measured: Iterable[Measurement]) -> Estimate:
+    """Correct a prior by what was measured: of the same GPU model if any was, else of all, as a geometric mean."""
+    every = [m for m in measured if m.mu > 0 and m.prior > 0]
+    same = [m for m in every if _key(m.gpu_name) == _key(gpu_name)]
+    chosen, source = (same, "gpu") if same else (every, "scaled")
+    if not chosen:
+        return base
+    correction = math.exp(sum(math.log(m.mu / m.prior) for m in chosen) / len(chosen))
+    return Estimate(base.mu * correction, source)
+
+
+def smooth(old: float | None, new: float, weight: float) -> float:
+    """Exponential moving average; `weight` is the share of the new value."""
+    return new if old is None else old + weight * (new - old)
+
+
+def broadcast_time(size: int, nodes: int, uplink_mbps: float, node_mbps: float, hop_s: float = 0.05) -> float:
+    """Seconds until the last of `nodes` has `size` bytes through N_ch ≈ ⌊B_0/B_w⌋ chains (DESIGN, Broadcast).
+
+    T ≈ M/b + (L − 1)·hop with b = min(B_w, B_0/N_ch) and L = ⌈N/N_ch⌉.
+    """
+    if nodes == 0:
+        return 0.0
+    chains = min(nodes, max(1, int(uplink_mbps // node_mbps)))
+    rate = min(node_mbps, uplink_mbps / chains) * 1e6 / 8
+    return size / rate + math.ceil(nodes / chains) * hop_s

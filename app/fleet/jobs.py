@@ -1,0 +1,180 @@
+"""Jobs as their owners handle them: create, change, pause, cancel.
+
+Invariant: what is wrong with a job and can be known from its text is refused here, before anything starts; a creation
+that is repeated with the same idempotency key is the same job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from sqlalchemy import select
+
+from app.fleet.core import Core
+from app.fleet.lifecycle import Lifecycle
+from app.protocol.base import micros, usd
+from app.protocol.errors import BadInput, Conflict, FieldError, NotFound
+from app.protocol.job import JobPatch, JobSpec, JobStatus, TaskSpec
+from app.storage.models import Job
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+
+TaskCheck = Callable[[TaskSpec], None]
+"""Raises BadInput for a task that does not exist or does not take its parameters."""
+
+
+class Jobs:
+    """What `/v1/jobs` does."""
+
+    def __init__(self, core: Core, lifecycle: Lifecycle, check_task: TaskCheck) -> None:
+        self.core = core
+        self.lifecycle = lifecycle
+        self.check_task = check_task
+
+    async def create(self, spec: JobSpec, owner: str, idempotency_key: str | None) -> Job:
+        """A new pending job, or the one that this owner made with this key before."""
+        self._check_names(spec)
+        await asyncio.to_thread(self.check_task, spec.task)
+        job_id = _job_id(owner, idempotency_key)
+        now = self.core.clock()
+        async with self.core.db.write() as session:
+            before = (await session.scalars(select(Job).where(Job.id == job_id))).first()
+            if before is not None:
+                return before
+            job = Job(
+                id=job_id,
+                name=spec.name,
+                spec=spec.model_dump(mode="json"),
+                status=JobStatus.PENDING,
+                status_reason="the learner loads the model and the task",
+                status_since=now,
+                created_at=now,
+                budget_micros=spec.budget_micros,
+                max_nodes=spec.fleet.max_nodes,
+                staleness_budget=spec.staleness_budget,
+                publish_period=spec.kappa,
+                assets=[],
+                capacity={},
+            )
+            session.add(job)
+            await session.flush()
+            self.core.emit(
+                session, job.id, "job_created",
+                f"{spec.name or spec.task.name}: {spec.model}, S = {spec.staleness_budget}, κ = {spec.kappa}, "
+                f"R = {spec.rollouts_per_step}, budget ${usd(spec.budget_micros)}",
+            )  # fmt: skip
+        self.core.signals.notify("tick")
+        return job
+
+    def _check_names(self, spec: JobSpec) -> None:
+        errors = []
+        known = sorted(self.core.providers)
+        for index, name in enumerate(spec.fleet.providers):
+            if name not in self.core.providers:
+                errors.append(FieldError(f"/fleet/providers/{index}", f"{name!r} is not one of {known}"))
+        problem = _model_problem(spec.model)
+        if problem:
+            errors.append(FieldError("/model", problem))
+        if spec.notify_url is not None:
+            errors.append(FieldError("/notify_url", "this version sends no notifications; leave it out"))
+        if errors:
+            raise BadInput("the job can't be run as it is", errors=errors)
+
+    async def get(self, job_id: str) -> Job:
+        """A job by id. Raises NotFound."""
+        async with self.core.db.read() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).first()
+        if job is None:
+            raise NotFound(f"there is no job {job_id}")
+        return job
+
+    async def patch(self, job_id: str, change: JobPatch) -> Job:
+        """Change what may change while it runs. Raises Conflict when it is over, BadInput when it can't be so."""
+        await self.get(job_id)
+        async with self.core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            if JobStatus(job.status).final or job.status == JobStatus.DRAINING:
+                raise Conflict(f"the job is {job.status}; nothing can be changed any more")
+            told = []
+            if change.budget_usd is not None:
+                job.budget_micros = micros(change.budget_usd)
+                told.append(f"budget ${usd(job.budget_micros)}")
+            if change.staleness_budget is not None:
+                self._new_staleness(job, change.staleness_budget)
+                told.append(f"S = {job.staleness_budget}, κ = {job.publish_period}")
+            if change.fleet is not None:
+                job.max_nodes = change.fleet.max_nodes
+                told.append(f"max_nodes {job.max_nodes}")
+            if told:
+                self.core.emit(session, job_id, "job_changed", "changed: " + ", ".join(told))
+        self.core.announce(job_id)
+        self.core.signals.notify("tick")
+        return job
+
+    @staticmethod
+    def _new_staleness(job: Job, staleness: int) -> None:
+        fixed = job.spec.get("publish_period")
+        limit = max(1, staleness - 1)
+        if fixed is not None and fixed > limit:
+            detail = f"must be at least {fixed + 1} while publish_period is {fixed}"
+            raise BadInput(f"staleness_budget {detail}", errors=[FieldError("/staleness_budget", detail)])
+        job.staleness_budget = staleness
+        job.publish_period = fixed or limit
+
+    async def cancel(self, job_id: str) -> Job:
+        """End it: checkpoint, give everything back. Cancelling what is over is a conflict, twice is fine."""
+        await self.get(job_id)
+        async with self.core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            if job.status != JobStatus.CANCELLED:
+                if JobStatus(job.status).final:
+                    raise Conflict(f"the job is {job.status}")
+                job.outcome = job.outcome or JobStatus.CANCELLED
+                self.lifecycle.move(session, job, JobStatus.DRAINING, "cancelled by its owner")
+        self.core.announce(job_id)
+        self.core.signals.notify("tick")
+        return job
+
+    async def pause(self, job_id: str) -> Job:
+        """Give every node back and let the learner wait."""
+        return await self._switch(job_id, JobStatus.PAUSED, "paused by its owner")
+
+    async def resume(self, job_id: str) -> Job:
+        """Go on after a pause."""
+        return await self._switch(job_id, JobStatus.PROVISIONING, "resumed by its owner")
+
+    async def _switch(self, job_id: str, status: JobStatus, reason: str) -> Job:
+        await self.get(job_id)
+        async with self.core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            pausing = status is JobStatus.PAUSED
+            fitting = (JobStatus.PROVISIONING, JobStatus.RUNNING) if pausing else (JobStatus.PAUSED,)
+            if job.status not in (*fitting, status):
+                raise Conflict(f"the job is {job.status}, not {' or '.join(s.value for s in fitting)}")
+            if job.status in fitting:
+                self.lifecycle.move(session, job, status, reason)
+        self.core.announce(job_id)
+        self.core.signals.notify("tick")
+        return job
+
+
+def _job_id(owner: str, idempotency_key: str | None) -> str:
+    """Random, or decided by owner and key: then a crash between creating and answering can't make two."""
+    if idempotency_key is None:
+        return "job_" + secrets.token_hex(8)
+    return "job_" + hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).hexdigest()[:16]
+
+
+def _model_problem(model: str) -> str:
+    """What is wrong with the name of a model, as far as it can be told without loading it."""
+    if model == "tiny" or (_HUB_ID.fullmatch(model) and not Path(model).exists()):
+        return ""
+    path = Path(model)
+    if path.is_absolute() or model.startswith("."):
+        return "" if (path / "config.json").is_file() else f"{model} is not a folder with a config.json"
+    return 'must be "tiny", a Hugging Face id (org/name), or the path of a local model folder'

@@ -1,0 +1,288 @@
+"""What the learner talks to: its epoch, the index of trajectories, steps, publishes, the end.
+
+Invariant: only the newest epoch is listened to; a step counts once, and taking it marks exactly the groups that it
+consumed; a learner that resumes from step c gets everything back that was trained on after c.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import money
+from app.fleet.capacity import bubble_ratio
+from app.fleet.core import Core
+from app.fleet.estimates import smooth
+from app.protocol.errors import Conflict
+from app.protocol.job import JobSpec, JobStatus
+from app.protocol.learner import (
+    Done,
+    EvalReport,
+    LearnerDirectives,
+    LearnerHeartbeat,
+    Published,
+    Ready,
+    StartAnswer,
+    StartRequest,
+    StepReport,
+    TrajectoryPage,
+    TrajectoryRef,
+)
+from app.storage.models import Evaluation, ItemStatus, Job, Lease, SnapshotRow, Step, Trajectory, WorkItem
+
+log = logging.getLogger(__name__)
+
+PAGE = 64
+
+
+class Learning:
+    """The control service's side of the learner's protocol."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    async def start(self, job_id: str, request: StartRequest) -> StartAnswer:
+        """A new learner process: the next epoch; older ones are fenced off from here."""
+        async with self.core.db.write() as session:
+            job = await self._job(session, job_id)
+            if JobStatus(job.status).final:
+                raise Conflict(f"the job is {job.status}")
+            job.learner_epoch += 1
+            job.learner_pid, job.learner_state = request.pid, "loading"
+            job.learner_seen_at = job.learner_started_at = self.core.clock()
+            self.core.emit(session, job_id, "learner_started", f"learner {job.learner_epoch} on {request.host}")
+            return StartAnswer(
+                job_id=job_id,
+                epoch=job.learner_epoch,
+                spec=JobSpec.model_validate(job.spec),
+                relay_token=self.core.secrets.relay_token(job_id),
+                last_step=job.step,
+                published_version=job.published_version,
+            )
+
+    async def ready(self, job_id: str, epoch: int, ready: Ready) -> LearnerDirectives:
+        """Model and task load. From here on nodes may be rented."""
+        async with self.core.db.write() as session:
+            job = await self._current(session, job_id, epoch)
+            job.parameters, job.snapshot_bytes = ready.parameters, ready.snapshot_bytes
+            job.train_prompts, job.manifest_public_key = ready.train_prompts, ready.manifest_public_key
+            job.assets = [a.model_dump() for a in ready.assets]
+            job.t_train = job.t_train or ready.t_train_prior
+            job.ready_at = job.ready_at or self.core.clock()
+            back = await self._rewind(session, job, ready.resume_step)
+            self.core.emit(
+                session, job_id, "learner_ready",
+                f"learner ready at step {ready.resume_step}: {ready.parameters} parameters, "
+                f"{ready.train_prompts} prompts, a step takes about {ready.t_train_prior:.3g} s"
+                + (f"; {back} groups are to be trained on again" if back else ""),
+            )  # fmt: skip
+            directives = self._directives(job)
+        self.core.announce(job_id)
+        self.core.signals.notify("tick")
+        return directives
+
+    async def _rewind(self, session: AsyncSession, job: Job, resume_step: int) -> int:
+        """Forget steps after the checkpoint: what they consumed is accepted again. Returns the number of groups."""
+        if resume_step >= job.step:
+            return 0
+        result = await session.execute(
+            update(WorkItem)
+            .where(WorkItem.job_id == job.id, WorkItem.trained_step > resume_step)
+            .values(status=ItemStatus.ACCEPTED, trained_step=None)
+        )
+        lost = list(await session.scalars(select(Step).where(Step.job_id == job.id, Step.step > resume_step)))
+        job.rollouts_trained -= sum(s.rollouts for s in lost)
+        await session.execute(delete(Step).where(Step.job_id == job.id, Step.step > resume_step))
+        job.step = resume_step
+        return int(getattr(result, "rowcount", 0))
+
+    async def heartbeat(self, job_id: str, epoch: int, beat: LearnerHeartbeat) -> LearnerDirectives:
+        """The learner lives; what it does now."""
+        async with self.core.db.write() as session:
+            job = await self._current(session, job_id, epoch)
+            finishing = beat.state == "finishing" and job.learner_state != "finishing"
+            job.learner_state = beat.state
+            job.bytes_from_learner = max(job.bytes_from_learner, beat.bytes_served)
+            directives = self._directives(job)
+        if finishing:
+            self.core.signals.notify("tick")
+        return directives
+
+    async def trajectories(self, job_id: str, epoch: int, after: int, wait_s: float) -> TrajectoryPage:
+        """Accepted files with groups still to train on, oldest first; waits for news up to `wait_s`."""
+        deadline = self.core.clock() + wait_s
+        while True:
+            news = self.core.signals.subscribe(f"job:{job_id}")
+            async with self.core.db.read() as session:
+                job = await self._job(session, job_id)
+                self._fence(job, epoch)
+                page = await self._page(session, job, after)
+            left = deadline - self.core.clock()
+            if page.items or left <= 0:
+                return page
+            await self.core.signals.wait(news, min(left, 5.0))
+
+    async def _page(self, session: AsyncSession, job: Job, after: int) -> TrajectoryPage:
+        files = list(
+            await session.scalars(
+                select(Trajectory)
+                .where(Trajectory.job_id == job.id, Trajectory.seq > after)
+                .order_by(Trajectory.seq)
+                .limit(PAGE)
+            )
+        )
+        groups: dict[int, list[str]] = {}
+        query = select(WorkItem.trajectory_seq, WorkItem.id).where(
+            WorkItem.trajectory_seq.in_([f.seq for f in files]), WorkItem.status == ItemStatus.ACCEPTED
+        )
+        for seq, item in (await session.execute(query)).tuples():
+            groups.setdefault(seq or 0, []).append(item)
+        items = [
+            TrajectoryRef(
+                seq=f.seq, key=f.key, size=f.size, blake3=f.blake3, node_id=f.node_id, work_items=sorted(groups[f.seq])
+            )
+            for f in files
+            if f.seq in groups
+        ]
+        return TrajectoryPage(items=items, cursor=files[-1].seq if files else after)
+
+    async def published(self, job_id: str, epoch: int, report: Published) -> LearnerDirectives:
+        """A version can be pulled; told again once it is in the object store too."""
+        async with self.core.db.write() as session:
+            job = await self._current(session, job_id, epoch)
+            job.relay_url = report.relay_url
+            row = await session.get(SnapshotRow, (job_id, report.version))
+            if row is None:
+                row = SnapshotRow(
+                    job_id=job_id, version=report.version, bytes=report.bytes, chunks=report.chunks,
+                    published_at=self.core.clock(),
+                )  # fmt: skip
+                session.add(row)
+            row.stored = row.stored or report.stored
+            if job.published_version is None or report.version > job.published_version:
+                job.published_version = report.version
+                if report.version == 0:
+                    self.core.emit(session, job_id, "published", f"v0: {report.bytes} bytes in {report.chunks} chunks")
+            directives = self._directives(job)
+        self.core.announce(job_id)
+        return directives
+
+    async def step(self, job_id: str, epoch: int, report: StepReport) -> LearnerDirectives:
+        """One learner step: its groups are trained, once."""
+        async with self.core.db.write() as session:
+            job = await self._current(session, job_id, epoch)
+            if report.step <= job.step:
+                return self._directives(job)
+            if report.step != job.step + 1:
+                raise Conflict(f"step {report.step} does not follow step {job.step}")
+            await self._count_step(session, job, report)
+            directives = self._directives(job)
+        self.core.announce(job_id)
+        if report.step == 1 or directives.command == "finish":
+            self.core.signals.notify("tick")
+        return directives
+
+    async def _count_step(self, session: AsyncSession, job: Job, report: StepReport) -> None:
+        size, metrics = job.spec["batch"]["group_size"], self.core.metrics
+        await session.execute(
+            update(WorkItem)
+            .where(WorkItem.job_id == job.id, WorkItem.id.in_(report.trained), WorkItem.status == ItemStatus.ACCEPTED)
+            .values(status=ItemStatus.TRAINED, trained_step=report.step)
+        )
+        for group in report.dropped:
+            item = await session.get(WorkItem, group.work_item)
+            if item is not None and item.job_id == job.id and item.status == ItemStatus.ACCEPTED:
+                item.status, item.drop_reason = ItemStatus.DROPPED, group.reason
+                job.rollouts_dropped += size
+                metrics.dropped.labels(job.id, group.reason).inc(size)
+        now = self.core.clock()
+        leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
+        rollouts = len(report.trained) * size
+        session.add(
+            Step(
+                job_id=job.id, step=report.step, at=now, t_train=report.t_train, t_idle=report.t_idle,
+                reward=report.reward, rollouts=rollouts, dropped=len(report.dropped) * size,
+                lags={str(k): v for k, v in report.lags.items()}, metrics=report.metrics,
+                nodes=int(job.capacity.get("nodes_active") or 0), mu_pool=float(job.capacity.get("mu_pool") or 0.0),
+                spent_micros=money.total_spent(leases, now),
+            )
+        )  # fmt: skip
+        # The rehearsal's time is a guess; the first real step replaces it.
+        job.t_train = report.t_train if job.step == 0 else smooth(job.t_train, report.t_train, 0.1)
+        job.step, job.reward_train = report.step, report.reward
+        job.rollouts_trained += rollouts
+        job.train_seconds += report.t_train
+        if report.step > 1:
+            job.idle_seconds += report.t_idle
+        metrics.train.labels(job.id).observe(report.t_train)
+        metrics.reward.labels(job.id, "train").set(report.reward)
+        for lag, count in report.lags.items():
+            for _ in range(count):
+                metrics.staleness.labels(job.id).observe(lag)
+        metrics.bubble_ratio.labels(job.id).set(bubble_ratio(job.idle_seconds, job.train_seconds) or 0.0)
+
+    async def evaluated(self, job_id: str, epoch: int, report: EvalReport) -> LearnerDirectives:
+        """Held-out reward of a version."""
+        async with self.core.db.write() as session:
+            job = await self._current(session, job_id, epoch)
+            session.add(
+                Evaluation(
+                    job_id=job_id, step=report.step, reward=report.reward, prompts=report.prompts, at=self.core.clock()
+                )
+            )
+            job.reward_eval = report.reward
+            if report.initial:
+                job.reward_eval_initial = report.reward
+            self.core.metrics.reward.labels(job_id, "eval").set(report.reward)
+            message = f"held-out reward of v{report.step}: {report.reward:.4f} over {report.prompts} prompts"
+            self.core.emit(session, job_id, "evaluated", message)
+            directives = self._directives(job)
+        self.core.announce(job_id)
+        return directives
+
+    async def done(self, job_id: str, epoch: int, done: Done) -> None:
+        """The learner's last word decides the outcome, unless the user or the budget already did."""
+        async with self.core.db.write() as session:
+            job = await self._current(session, job_id, epoch)
+            job.learner_done, job.learner_state = True, "done"
+            job.final_prefix = done.final_prefix or job.final_prefix
+            if done.status == "failed":
+                job.outcome, job.status_reason = JobStatus.FAILED, done.reason
+            elif job.outcome is None:
+                job.outcome, job.status_reason = JobStatus.SUCCEEDED, done.reason
+            self.core.emit(session, job_id, "learner_done", f"{done.status} at step {done.step}: {done.reason}")
+        self.core.announce(job_id)
+        self.core.signals.notify("tick")
+
+    def _directives(self, job: Job) -> LearnerDirectives:
+        command: Literal["run", "pause", "finish", "abort"] = "run"
+        if JobStatus(job.status).final or job.outcome == JobStatus.FAILED:
+            command = "abort"
+        elif job.outcome is not None and job.outcome != JobStatus.SUCCEEDED:
+            command = "finish"
+        elif job.status == JobStatus.PAUSED:
+            command = "pause"
+        return LearnerDirectives(
+            command=command,
+            reason=job.status_reason if command != "run" else "",
+            staleness_budget=job.staleness_budget,
+            publish_period=job.publish_period,
+        )
+
+    async def _job(self, session: AsyncSession, job_id: str) -> Job:
+        return (await session.scalars(select(Job).where(Job.id == job_id))).one()
+
+    async def _current(self, session: AsyncSession, job_id: str, epoch: int) -> Job:
+        """The job, if the caller is its newest learner; being heard from counts as a sign of life."""
+        job = await self._job(session, job_id)
+        self._fence(job, epoch)
+        job.learner_seen_at = self.core.clock()
+        return job
+
+    @staticmethod
+    def _fence(job: Job, epoch: int) -> None:
+        if epoch != job.learner_epoch:
+            raise Conflict(f"learner epoch {epoch} was replaced by {job.learner_epoch}")

@@ -1,0 +1,278 @@
+"""Renting and releasing: the intent first, one create call, nothing released until the provider says so.
+
+Invariant: a lease row with its label is committed before the provider is asked; an outcome that is not known is never
+rented again, only settled by the listing; a lease is `released` only after the provider accepted the release or
+showed a complete list without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import bootstrap, money
+from app.fleet.core import Core
+from app.protocol.base import usd
+from app.protocol.node import NodeState
+from app.storage.models import Cooldown, Job, Lease, LeaseState, Node
+from providers.base import Billing, Offer, ProviderError, RentResult, RentSpec
+
+log = logging.getLogger(__name__)
+
+COOLDOWN_S = 120.0
+COOLDOWN_MAX_S = 6 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An offer that was chosen, with what the decision knew about it."""
+
+    offer: Offer
+    rate_micros_h: int
+    """The bid, or the fixed price."""
+    effective_micros_h: int
+    mu: float
+
+
+def label_prefix(fleet_id: str) -> str:
+    """Labels of this fleet begin so; nothing else is ever touched."""
+    return f"echo2:{fleet_id}:"
+
+
+def token_hash(token: str) -> str:
+    """Hash under which a token is stored."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+class Leases:
+    """Acts on providers for the controller."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.creating: set[str] = set()
+        """Leases whose create call is under way in this process: not to be settled by a listing meanwhile."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run in the background, kept alive until it ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain_tasks(self) -> None:
+        """Wait for calls that are under way, so that their outcome is written down."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def rent(self, job_id: str, choices: Sequence[Choice], retired_by_these: Sequence[str] = ()) -> list[str]:
+        """Commit one intent per choice, then send the create calls in the background. Returns the lease ids."""
+        made: list[tuple[str, Choice, str]] = []
+        async with self.core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            for choice in choices:
+                token = "jt_" + secrets.token_urlsafe(32)
+                lease = self._intent(job, choice, token)
+                session.add(lease)
+                made.append((lease.id, choice, token))
+                self.core.emit(
+                    session,
+                    job_id,
+                    "lease_intent",
+                    f"renting {choice.offer.num_gpus}× {choice.offer.gpu_name} (machine {choice.offer.machine_id}) at "
+                    f"{choice.offer.provider} for ${usd(choice.rate_micros_h)}/h, expected {choice.mu:.4g} rollouts/s",
+                    lease=lease.id,
+                    offer=choice.offer.offer_id,
+                )
+            for old in await session.scalars(select(Lease).where(Lease.id.in_(retired_by_these))):
+                old.retire_after = [lease_id for lease_id, _, _ in made]
+            self.creating.update(lease_id for lease_id, _, _ in made)
+        for lease_id, choice, token in made:
+            self.spawn(self._create(lease_id, choice, token))
+        return [lease_id for lease_id, _, _ in made]
+
+    def _intent(self, job: Job, choice: Choice, token: str) -> Lease:
+        now, offer = self.core.clock(), choice.offer
+        lease_id = "lease_" + secrets.token_hex(8)
+        return Lease(
+            id=lease_id,
+            job_id=job.id,
+            provider=offer.provider,
+            offer_id=offer.offer_id,
+            machine_id=offer.machine_id,
+            gpu_name=offer.gpu_name,
+            num_gpus=offer.num_gpus,
+            region=offer.region,
+            billing=offer.billing.value,
+            state=LeaseState.INTENT,
+            state_since=now,
+            label=f"{label_prefix(self.core.settings.fleet_id)}{lease_id}:1",
+            quoted_micros_h=offer.compute_micros_h,
+            rate_micros_h=choice.rate_micros_h,
+            market_micros_h=offer.compute_micros_h,
+            disk_gb=job.spec["fleet"]["disk_gb"],
+            disk_micros_gb_month=offer.disk_micros_gb_month,
+            upload_micros_gb=offer.upload_micros_gb,
+            download_micros_gb=offer.download_micros_gb,
+            up_mbps=offer.up_mbps,
+            down_mbps=offer.down_mbps,
+            reliability=offer.reliability,
+            mu_prior=choice.mu,
+            effective_micros_h=choice.effective_micros_h,
+            join_token_hash=token_hash(token),
+            created_at=now,
+            expires_at=now + self.core.settings.lease_hours * 3600,
+        )
+
+    async def _create(self, lease_id: str, choice: Choice, token: str) -> None:
+        """The one create call of this intent."""
+        settings, offer = self.core.settings, choice.offer
+        async with self.core.db.read() as session:
+            lease = await session.get_one(Lease, lease_id)
+        spec = RentSpec(
+            label=lease.label,
+            image=settings.agent_image,
+            onstart=bootstrap.onstart(settings.agent_package),
+            env=bootstrap.environment(control_url=settings.public_url, join_token=token, engine=settings.agent_engine),
+            disk_gb=lease.disk_gb,
+            ports=(bootstrap.RELAY_PORT,),
+            bid_micros_h=choice.rate_micros_h if offer.billing is Billing.SPOT_BID else None,
+        )
+        try:
+            result = await self.core.providers[offer.provider].rent(offer, spec)
+        except ProviderError as error:
+            # Raised before anything was sent: a capability or a key; nothing exists.
+            result = RentResult("refused", error=error)
+        finally:
+            self.creating.discard(lease_id)
+        async with self.core.db.write() as session:
+            await self._settle(session, await session.get_one(Lease, lease_id), result)
+        self.core.announce(lease.job_id)
+        if result.outcome == "refused":
+            self.core.signals.notify("tick")
+
+    async def _settle(self, session: AsyncSession, lease: Lease, result: RentResult) -> None:
+        if result.outcome == "created" and result.instance_id is not None:
+            self.exists(session, lease, result.instance_id)
+        elif result.outcome == "unknown":
+            self.move(lease, LeaseState.UNKNOWN, f"the create call's outcome is not known: {result.error}")
+            self.core.emit(session, lease.job_id, "lease_unknown", lease.reason, lease=lease.id)
+        elif result.doomed_id is not None:
+            self.exists(session, lease, result.doomed_id)
+            self.request_release(session, lease, f"refused, but an instance was made: {result.error}")
+        else:
+            self.move(lease, LeaseState.REFUSED, f"{result.error}")
+            self.core.emit(
+                session, lease.job_id, "lease_refused", f"offer {lease.offer_id}: {result.error}", lease=lease.id
+            )
+            await self.cool_down(session, lease, f"refused: {result.error}")
+
+    def move(self, lease: Lease, state: LeaseState, reason: str) -> None:
+        """Change the state, with reason and since-when."""
+        lease.state, lease.reason, lease.state_since = state, reason, self.core.clock()
+
+    def exists(self, session: AsyncSession, lease: Lease, instance_id: str) -> None:
+        """The instance is known: disk accrues from the moment when it was asked for."""
+        lease.instance_id = instance_id
+        if lease.exists_since is None:
+            lease.exists_since = lease.disk_until = lease.created_at
+        if lease.release_wanted:
+            self.request_release(session, lease, lease.reason)
+        else:
+            self.move(lease, LeaseState.BOOTING, "waiting for the machine to start and its node to join")
+            self.core.emit(
+                session,
+                lease.job_id,
+                "lease_created",
+                f"rented {lease.gpu_name} as instance {instance_id} at {lease.provider}",
+                lease=lease.id,
+            )
+
+    def request_release(self, session: AsyncSession, lease: Lease, reason: str) -> None:
+        """Decide to give a lease back. The call itself is made by `perform_releases`."""
+        state = LeaseState(lease.state)
+        if not state.open or state is LeaseState.RELEASING:
+            return
+        if lease.instance_id is None:
+            lease.release_wanted, lease.reason = True, reason
+            return
+        self.move(lease, LeaseState.RELEASING, reason)
+        self.core.emit(
+            session, lease.job_id, "lease_releasing", f"releasing {lease.gpu_name}: {reason}", lease=lease.id
+        )
+        self.core.signals.notify("release")
+
+    async def perform_releases(self) -> None:
+        """Send a destroy for each lease that is to be released and has no accepted one yet."""
+        async with self.core.db.read() as session:
+            due = list(
+                await session.scalars(
+                    select(Lease).where(Lease.state == LeaseState.RELEASING, Lease.ended_at.is_(None))
+                )
+            )
+        await asyncio.gather(*(self._release(lease) for lease in due if self._release_due(lease)))
+
+    def _release_due(self, lease: Lease) -> bool:
+        """Backoff: 0, 2, 4, … up to 60 s between tries."""
+        tries = lease.release_attempts
+        wait = min(60.0, 2.0**tries) if tries else 0.0
+        return lease.instance_id is not None and self.core.clock() - lease.state_since >= wait
+
+    async def _release(self, lease: Lease) -> None:
+        failure: ProviderError | None = None
+        try:
+            await self.core.providers[lease.provider].release(lease.instance_id or "")
+        except ProviderError as error:
+            failure = error
+        async with self.core.db.write() as session:
+            row = await session.get_one(Lease, lease.id)
+            row.release_attempts += 1
+            if failure is not None:
+                row.state_since = self.core.clock()
+                self.core.emit(
+                    session, row.job_id, "release_failed",
+                    f"release of {row.instance_id} failed, trying again: {failure}",
+                    lease=row.id,
+                )  # fmt: skip
+                return
+            self.end_billing(session, row)
+
+    def end_billing(self, session: AsyncSession, lease: Lease) -> None:
+        """The provider accepted the release: nothing accrues from here. A later listing must confirm it."""
+        lease.ended_at = self.core.clock()
+        money.close(session, lease, lease.ended_at, self.core.metrics)
+
+    async def released(self, session: AsyncSession, lease: Lease, reason: str) -> None:
+        """The provider shows that it is gone."""
+        if lease.ended_at is None:
+            self.end_billing(session, lease)
+        lease.gpu_running = False
+        self.move(lease, LeaseState.RELEASED, reason)
+        node = (await session.scalars(select(Node).where(Node.lease_id == lease.id))).first()
+        if node is not None and node.state not in (NodeState.GONE, NodeState.LOST):
+            node.state, node.state_since, node.reason = NodeState.GONE, self.core.clock(), reason
+        cost = usd(sum(money.spent(lease, self.core.clock()).values()))
+        self.core.emit(
+            session, lease.job_id, "lease_released", f"{lease.gpu_name} is gone after ${cost}: {reason}", lease=lease.id
+        )
+
+    async def cool_down(self, session: AsyncSession, lease: Lease, reason: str) -> None:
+        """Leave the machine alone for a while; each further failure doubles it."""
+        row = await session.get(Cooldown, (lease.provider, lease.machine_id))
+        count = row.count + 1 if row else 1
+        until = self.core.clock() + min(COOLDOWN_MAX_S, COOLDOWN_S * 2 ** (count - 1))
+        if row is None:
+            session.add(
+                Cooldown(
+                    provider=lease.provider, machine_id=lease.machine_id, until=until, count=count, reason=reason[:500]
+                )
+            )
+        else:
+            row.until, row.count, row.reason = until, count, reason[:500]

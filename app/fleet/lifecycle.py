@@ -1,0 +1,160 @@
+"""The life of a job: pending → provisioning → running → draining → its end.
+
+Invariant: a job ends only when its learner is done (or given up) and no lease of it is open; every wait has a reason
+and a since-when.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import budget, money
+from app.fleet.core import Core
+from app.fleet.nodes import Nodes
+from app.fleet.supervisor import Supervisor
+from app.protocol.base import usd
+from app.protocol.job import JobSpec, JobStatus
+from app.storage.models import Job, Lease, LeaseState, Node
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 1800.0
+FINISH_TIMEOUT_S = 600.0
+NO_STEP_TIMEOUT_S = 3600.0
+
+
+class Lifecycle:
+    """Moves jobs from state to state."""
+
+    def __init__(self, core: Core, nodes: Nodes, supervisor: Supervisor) -> None:
+        self.core = core
+        self.nodes = nodes
+        self.supervisor = supervisor
+
+    async def tick(self, job_id: str) -> None:
+        """One round for one job."""
+        start_learner = False
+        async with self.core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            status = JobStatus(job.status)
+            if status.final:
+                return
+            leases = list(await session.scalars(select(Lease).where(Lease.job_id == job_id)))
+            if status is JobStatus.DRAINING:
+                start_learner = await self._draining(session, job, leases)
+            elif not self._end_if_due(session, job, leases):
+                start_learner = self._learner(session, job)
+                self._advance(session, job, leases)
+            if job.status == JobStatus.PAUSED:
+                await self._give_all_back(session, job, leases, "the job is paused")
+        if start_learner:
+            await self.supervisor.start(job_id)
+        if JobStatus(job.status).final:
+            self.supervisor.stop(job)
+            self.core.announce(job_id)
+
+    def move(self, session: AsyncSession, job: Job, status: JobStatus, reason: str) -> None:
+        """Change the status, with reason and since-when."""
+        if job.status == status:
+            return
+        job.status, job.status_reason, job.status_since = status, reason, self.core.clock()
+        if status is JobStatus.RUNNING and job.started_at is None:
+            job.started_at = self.core.clock()
+        if status.final:
+            job.finished_at = self.core.clock()
+        self.core.emit(
+            session, job.id, f"job_{status.value}", f"job is {status.value}" + (f": {reason}" if reason else "")
+        )
+
+    def end(self, session: AsyncSession, job: Job, outcome: JobStatus, reason: str) -> None:
+        """Begin to end: the learner is asked to finish, everything is given back, then the job has this status."""
+        if job.status == JobStatus.DRAINING and job.outcome is not None:
+            return
+        job.outcome = job.outcome or outcome
+        self.move(session, job, JobStatus.DRAINING, reason)
+
+    def _end_if_due(self, session: AsyncSession, job: Job, leases: list[Lease]) -> bool:
+        """Begin to drain when the learner is done or finishing, the money runs out, or time is up."""
+        spec, now = JobSpec.model_validate(job.spec), self.core.clock()
+        if job.outcome is not None or job.learner_done:
+            self.move(session, job, JobStatus.DRAINING, job.status_reason or "the learner is done")
+            return True
+        if job.learner_state == "finishing" or (spec.stop.steps is not None and job.step >= spec.stop.steps):
+            self.move(session, job, JobStatus.DRAINING, "the stop rule is met; the learner saves the model")
+            return True
+        exposure = money.exposure(job, leases, now, self.core.settings.wind_down_seconds)
+        if budget.must_wind_down(exposure, self.core.settings.tick_seconds * 3):
+            self.end(
+                session, job, JobStatus.BUDGET_EXHAUSTED,
+                f"${usd(exposure.committed)} of ${usd(exposure.budget)} are committed; winding down",
+            )  # fmt: skip
+            return True
+        return False
+
+    def _learner(self, session: AsyncSession, job: Job) -> bool:
+        """Whether a learner has to be started. A job whose learner keeps dying fails."""
+        if job.learner_done or self.supervisor.alive(job):
+            started = job.learner_started_at
+            late = started is not None and self.core.clock() - started > READY_TIMEOUT_S
+            if job.ready_at is None and late:
+                self.end(session, job, JobStatus.FAILED, f"the learner was not ready within {READY_TIMEOUT_S:.0f} s")
+            return False
+        if job.step > 0:
+            self.supervisor.progressed(job)
+        if self.supervisor.exhausted(job):
+            tail = self.supervisor.log_tail(job.id)
+            self.end(
+                session, job, JobStatus.FAILED, f"the learner ended {job.learner_starts} times; its last words: {tail}"
+            )
+            return False
+        if job.learner_starts:
+            self.core.emit(
+                session, job.id, "learner_restarted", "the learner is gone; starting it again from its checkpoint"
+            )
+        job.learner_starts += 1
+        return True
+
+    def _advance(self, session: AsyncSession, job: Job, leases: list[Lease]) -> None:
+        ready = job.ready_at is not None and job.published_version is not None
+        if job.status == JobStatus.PENDING and ready:
+            self.move(session, job, JobStatus.PROVISIONING, "renting the first nodes")
+        elif job.status == JobStatus.PROVISIONING and job.step > 0:
+            self.move(session, job, JobStatus.RUNNING, "")
+
+    async def _give_all_back(self, session: AsyncSession, job: Job, leases: list[Lease], reason: str) -> bool:
+        """Release every open lease. True when none is open any more."""
+        still = [x for x in leases if LeaseState(x.state).open]
+        for lease in still:
+            if lease.state != LeaseState.RELEASING:
+                await self.nodes.retire(session, lease, reason)
+        for node in await session.scalars(select(Node).where(Node.job_id == job.id, Node.drain.is_(True))):
+            lease = await session.get_one(Lease, node.lease_id)
+            if LeaseState(lease.state).usable and self.core.clock() - node.state_since > 5.0:
+                self.nodes.leases.request_release(session, lease, reason)
+        return not still
+
+    async def _draining(self, session: AsyncSession, job: Job, leases: list[Lease]) -> bool:
+        """Give everything back, wait for the learner's last word, end. True if the learner has to be started again."""
+        empty = await self._give_all_back(session, job, leases, f"the job ends: {job.status_reason}"[:300])
+        given_up = self.core.clock() - job.status_since > FINISH_TIMEOUT_S
+        alive = self.supervisor.alive(job)
+        if not job.learner_done and not alive and not given_up and self._worth_a_restart(job):
+            # It died while it saved the model: what it had is in its checkpoint.
+            job.learner_starts += 1
+            return True
+        if not empty or (alive and not job.learner_done and not given_up):
+            return False
+        for lease in leases:
+            if lease.ended_at is not None:
+                money.close(session, lease, lease.ended_at, self.core.metrics)
+        outcome = JobStatus(job.outcome or (JobStatus.SUCCEEDED if job.learner_done else JobStatus.FAILED))
+        reason = job.status_reason if job.learner_done else f"{job.status_reason}; the learner did not finish"
+        self.move(session, job, outcome, reason)
+        return False
+
+    def _worth_a_restart(self, job: Job) -> bool:
+        """Whether there is something to save: a job that was ready, and whose learner has not died too often."""
+        return job.ready_at is not None and job.outcome != JobStatus.FAILED and not self.supervisor.exhausted(job)

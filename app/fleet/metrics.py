@@ -1,0 +1,66 @@
+"""Prometheus metrics of the control service (CONTRACT: prefix `echo2_`).
+
+Invariant: names and labels are those of the contract; gauges are set from the database at each tick.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+
+class Metrics:
+    """One registry a process, so that tests do not share counters."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        job = ["job"]
+        self.mu_pool = Gauge("echo2_mu_pool", "Rollouts per second of the pool", job, registry=registry)
+        self.mu_target = Gauge("echo2_mu_target", "Capacity target, rollouts per second", job, registry=registry)
+        self.mu_min = Gauge("echo2_mu_min", "Minimum capacity (Eq. 2), rollouts per second", job, registry=registry)
+        self.bubble_ratio = Gauge(
+            "echo2_bubble_ratio", "Share of the time that the learner waits", job, registry=registry
+        )
+        self.dropped = Counter(
+            "echo2_dropped_rollouts_total", "Rollouts never trained on", ["job", "reason"], registry=registry
+        )
+        self.accepted = Counter("echo2_accepted_rollouts_total", "Rollouts accepted", job, registry=registry)
+        self.refused = Counter(
+            "echo2_refused_files_total", "Trajectory files refused", ["job", "reason"], registry=registry
+        )
+        self.staleness = Histogram(
+            "echo2_staleness",
+            "Version lag of trained rollouts",
+            job,
+            registry=registry,
+            buckets=(0, 1, 2, 3, 4, 6, 8, 11, 16, 32),
+        )
+        self.broadcast = Histogram(
+            "echo2_broadcast_seconds",
+            "From publish until the last active node has it",
+            job,
+            registry=registry,
+            buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800),
+        )
+        self.train = Histogram(
+            "echo2_train_seconds",
+            "Active training per step",
+            job,
+            registry=registry,
+            buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+        )
+        self.reward = Gauge("echo2_reward", "Mean reward", ["job", "split"], registry=registry)
+        self.spent = Counter("echo2_spent_usd_total", "Dollars in the ledger", ["kind"], registry=registry)
+        self.leases = Gauge("echo2_leases", "Leases by state", ["provider", "state"], registry=registry)
+        self.nodes = Gauge("echo2_nodes", "Nodes by state", ["state"], registry=registry)
+        self.requests = Counter(
+            "echo2_provider_requests_total", "Calls to providers", ["provider", "call", "outcome"], registry=registry
+        )
+        self.reconcile = Histogram("echo2_reconcile_seconds", "Time of one reconcile", registry=registry)
+
+    def provider_request(self, provider: str, call: str, outcome: str) -> None:
+        """Count one request of an adapter."""
+        self.requests.labels(provider, call, outcome).inc()
+
+    def render(self) -> bytes:
+        """Text exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,122 @@
+"""Accrual of leases into the ledger, and a job's exposure.
+
+Invariant: every second of every lease is in exactly one ledger entry or in what is still open; closing twice at the
+same moment writes nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import ledger
+from app.fleet.budget import Exposure
+from app.fleet.metrics import Metrics
+from app.storage.models import Job, Lease, LeaseState, LedgerEntry
+
+KINDS = ("gpu", "disk", "download", "upload")
+CLOSE_EVERY_S = 60.0
+"""Entries are closed at least this often; more often only when the rate changes or the lease ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accrued:
+    """What is open of one kind: from when, and how much."""
+
+    kind: str
+    start: float
+    end: float
+    amount: ledger.Amount
+
+
+def open_amounts(lease: Lease, now: float) -> list[Accrued]:
+    """What a lease has cost since its last entries."""
+    end = lease.ended_at if lease.ended_at is not None else now
+    out = []
+    if lease.gpu_running and lease.gpu_until is not None:
+        amount = ledger.rent(lease.rate_micros_h, end - lease.gpu_until, lease.gpu_carry)
+        out.append(Accrued("gpu", lease.gpu_until, max(end, lease.gpu_until), amount))
+    if lease.disk_until is not None:
+        amount = ledger.disk(lease.disk_micros_gb_month, lease.disk_gb, end - lease.disk_until, lease.disk_carry)
+        out.append(Accrued("disk", lease.disk_until, max(end, lease.disk_until), amount))
+    start = lease.disk_until if lease.disk_until is not None else lease.created_at
+    down = ledger.traffic(lease.download_micros_gb, lease.download_bytes - lease.download_billed, lease.download_carry)
+    up = ledger.traffic(lease.upload_micros_gb, lease.upload_bytes - lease.upload_billed, lease.upload_carry)
+    out.append(Accrued("download", start, max(end, start), down))
+    out.append(Accrued("upload", start, max(end, start), up))
+    return out
+
+
+def close(session: AsyncSession, lease: Lease, now: float, metrics: Metrics) -> None:
+    """Write what is open into the ledger and begin a new interval."""
+    for item in open_amounts(lease, now):
+        if item.amount.micros:
+            session.add(
+                LedgerEntry(
+                    job_id=lease.job_id,
+                    lease_id=lease.id,
+                    provider=lease.provider,
+                    kind=item.kind,
+                    start=item.start,
+                    end=item.end,
+                    micros=item.amount.micros,
+                )
+            )
+            metrics.spent.labels(item.kind).inc(item.amount.micros / 1e6)
+        match item.kind:
+            case "gpu":
+                lease.spent_gpu += item.amount.micros
+                lease.gpu_carry, lease.gpu_until = item.amount.carry, item.end
+            case "disk":
+                lease.spent_disk += item.amount.micros
+                lease.disk_carry, lease.disk_until = item.amount.carry, item.end
+            case "download":
+                lease.spent_download += item.amount.micros
+                lease.download_carry, lease.download_billed = item.amount.carry, lease.download_bytes
+            case "upload":
+                lease.spent_upload += item.amount.micros
+                lease.upload_carry, lease.upload_billed = item.amount.carry, lease.upload_bytes
+
+
+def spent(lease: Lease, now: float) -> dict[str, int]:
+    """Micro-dollars by kind, open amounts included."""
+    total = {
+        "gpu": lease.spent_gpu,
+        "disk": lease.spent_disk,
+        "download": lease.spent_download,
+        "upload": lease.spent_upload,
+    }
+    for item in open_amounts(lease, now):
+        total[item.kind] += item.amount.micros
+    return total
+
+
+def total_spent(leases: Iterable[Lease], now: float) -> int:
+    """Micro-dollars of many leases."""
+    return sum(sum(spent(lease, now).values()) for lease in leases)
+
+
+def exposure(job: Job, leases: Sequence[Lease], now: float, wind_down_s: float) -> Exposure:
+    """The job's money now. A lease whose fate is unknown counts with all that it may cost."""
+    live = [x for x in leases if LeaseState(x.state).open and x.ended_at is None]
+    unclear = {LeaseState.INTENT, LeaseState.UNKNOWN}
+    return Exposure(
+        budget=job.budget_micros,
+        spent=total_spent(leases, now),
+        burn_micros_h=sum(x.effective_micros_h for x in live if x.state not in unclear),
+        pending_micros_h=sum(x.effective_micros_h for x in live if x.state in unclear),
+        wind_down_s=wind_down_s,
+    )
+
+
+async def close_due(session: AsyncSession, now: float, metrics: Metrics) -> None:
+    """Close the intervals of all open leases that are older than CLOSE_EVERY_S."""
+    open_leases = await session.scalars(
+        select(Lease).where(Lease.state.in_([s for s in LeaseState if s.open]), Lease.disk_until.is_not(None))
+    )
+    for lease in open_leases:
+        if lease.disk_until is not None and now - lease.disk_until >= CLOSE_EVERY_S:
+            close(session, lease, now, metrics)

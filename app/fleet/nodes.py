@@ -1,0 +1,316 @@
+"""Nodes: joining, heartbeats, where they pull from, and when they are lost.
+
+Invariant: a join token works once, for the lease that it was made for; a node is told the whole of what is wanted of
+it at each heartbeat, so a lost answer changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import topology
+from app.fleet.core import Core
+from app.fleet.estimates import smooth
+from app.fleet.leases import Leases, token_hash
+from app.protocol.errors import Gone, Unauthorized
+from app.protocol.job import JobSpec, JobStatus
+from app.protocol.node import (
+    AssetRef,
+    Directives,
+    Heartbeat,
+    JoinAnswer,
+    JoinRequest,
+    Leave,
+    NodeState,
+    Report,
+    Upstream,
+)
+from app.storage.models import ItemStatus, Job, Lease, LeaseState, Node, SnapshotRow, WorkItem
+
+log = logging.getLogger(__name__)
+
+LIVE = (NodeState.JOINING, NodeState.WARMING, NodeState.ACTIVE, NodeState.DRAINING)
+DRAIN_S = 20.0
+"""A draining node is given this long to finish and leave."""
+LIES_TOLERATED = 2
+
+
+class Nodes:
+    """What the agents talk to."""
+
+    def __init__(self, core: Core, leases: Leases) -> None:
+        self.core = core
+        self.leases = leases
+
+    async def join(self, token: str, request: JoinRequest) -> JoinAnswer:
+        """Turn a one-time join token into a node. Raises Unauthorized, or Gone for a used token or a closed lease."""
+        node_token = "nt_" + secrets.token_urlsafe(32)
+        async with self.core.db.write() as session:
+            lease = (await session.scalars(select(Lease).where(Lease.join_token_hash == token_hash(token)))).first()
+            if lease is None:
+                raise Unauthorized("the join token is not known; a machine gets a new one when it is rented")
+            if lease.join_token_used_at is not None:
+                raise Gone("the join token was used before; each machine can join once")
+            job = (await session.scalars(select(Job).where(Job.id == lease.job_id))).one()
+            usable = LeaseState(lease.state).usable and not lease.release_wanted
+            if not usable or JobStatus(job.status).final:
+                raise Gone("the lease of this machine is over")
+            node = self._new_node(session, job, lease, request, node_token)
+            await self._arrange(session, job)
+            directives = await self._directives(session, job, lease, node)
+        self.core.announce(job.id)
+        return await self._join_answer(job, lease, node, node_token, directives)
+
+    def _new_node(self, session: AsyncSession, job: Job, lease: Lease, request: JoinRequest, node_token: str) -> Node:
+        now = self.core.clock()
+        lease.join_token_used_at = now
+        self.leases.move(lease, LeaseState.ACTIVE, "its node has joined")
+        node = Node(
+            id="node_" + secrets.token_hex(8),
+            job_id=job.id,
+            lease_id=lease.id,
+            token_hash=token_hash(node_token),
+            state=NodeState.JOINING,
+            state_since=now,
+            engine=request.engine,
+            relay_url=request.relay_url,
+            joined_at=now,
+            heartbeat_at=now,
+            upstreams=[],
+            bytes_from={},
+            errors={},
+        )
+        session.add(node)
+        took = now - lease.created_at
+        self.core.emit(
+            session, job.id, "node_joined", f"{lease.gpu_name} joined after {took:.1f} s", node=node.id, lease=lease.id
+        )
+        return node
+
+    async def _join_answer(
+        self, job: Job, lease: Lease, node: Node, node_token: str, directives: Directives
+    ) -> JoinAnswer:
+        spec = JobSpec.model_validate(job.spec)
+        expires = int(self.core.settings.lease_hours * 3600)
+        assets = [
+            AssetRef(**asset, url=self.core.objects.presign_get(f"jobs/{job.id}/model/{asset['path']}", expires))
+            for asset in job.assets
+        ]
+        return JoinAnswer(
+            node_id=node.id,
+            node_token=node_token,
+            job_id=job.id,
+            task=spec.task,
+            sampling=spec.sampling,
+            group_size=spec.batch.group_size,
+            seed=spec.seed,
+            assets=assets,
+            manifest_public_key=job.manifest_public_key,
+            relay_token=self.core.secrets.relay_token(job.id),
+            uplink_bytes_per_s=lease.up_mbps * 1e6 / 8 if lease.up_mbps else None,
+            max_upload_bytes=self.core.settings.max_upload_bytes,
+            directives=directives,
+        )
+
+    async def heartbeat(self, node_id: str, beat: Heartbeat) -> Directives:
+        """Take a node's state and answer what is wanted of it."""
+        finished: int | None = None
+        async with self.core.db.write() as session:
+            node = await session.get_one(Node, node_id)
+            lease = await session.get_one(Lease, node.lease_id)
+            job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
+            if node.state in (NodeState.LOST, NodeState.GONE):
+                return self._over("this node was given up; its lease is over")
+            was = node.policy_version
+            self._take(session, node, lease, beat)
+            if beat.policy_version is not None and beat.policy_version != was:
+                finished = await self._broadcast_done(session, job)
+            directives = await self._directives(session, job, lease, node)
+        if beat.policy_version != was or finished is not None:
+            self.core.announce(job.id)
+        return directives
+
+    def _take(self, session: AsyncSession, node: Node, lease: Lease, beat: Heartbeat) -> None:
+        now = self.core.clock()
+        node.heartbeat_at = now
+        node.policy_version = beat.policy_version
+        # The control side's wish to drain outlives what the node last knew of it.
+        state = NodeState.DRAINING if node.drain and beat.state is NodeState.ACTIVE else beat.state
+        if state != node.state:
+            if state is NodeState.ACTIVE and node.state != NodeState.DRAINING:
+                took = now - node.joined_at
+                self.core.emit(
+                    session,
+                    node.job_id,
+                    "node_active",
+                    f"{lease.gpu_name} works {took:.1f} s after it joined",
+                    node=node.id,
+                )
+            node.state, node.state_since = state, now
+        node.mu_measured = beat.rollouts_per_s
+        node.tokens_per_s = beat.tokens_per_s
+        node.busy_share = beat.busy_share
+        node.bytes_down, node.bytes_up = beat.bytes_down, beat.bytes_up
+        node.bytes_from = {str(kind): size for kind, size in beat.bytes_from.items()}
+        node.bytes_relayed = beat.bytes_relayed
+        node.upstream = beat.upstream
+        node.progress = beat.progress.model_dump() if beat.progress else None
+        node.errors = dict(beat.errors)
+        node.reason = beat.detail
+        lease.download_bytes = max(lease.download_bytes, beat.bytes_down)
+        lease.upload_bytes = max(lease.upload_bytes, beat.bytes_up)
+
+    async def _broadcast_done(self, session: AsyncSession, job: Job) -> int | None:
+        """If every active node has a version, its broadcast (and that of older ones) is over."""
+        active = list(await session.scalars(select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE)))
+        versions = [n.policy_version for n in active if n.policy_version is not None]
+        if not versions or len(versions) < len(active):
+            return None
+        now, done = self.core.clock(), None
+        query = select(SnapshotRow).where(
+            SnapshotRow.job_id == job.id, SnapshotRow.completed_at.is_(None), SnapshotRow.version <= min(versions)
+        )
+        for row in await session.scalars(query):
+            row.completed_at, done = now, row.version
+            seconds = now - row.published_at
+            # v0 waits for the first machines to be rented: that is start-up, not a broadcast.
+            if row.version > 0:
+                job.t_bcast = smooth(job.t_bcast, seconds, 0.2)
+                self.core.metrics.broadcast.labels(job.id).observe(seconds)
+        return done
+
+    async def _arrange(self, session: AsyncSession, job: Job) -> None:
+        """Place all live nodes in chains and write their upstream lists."""
+        pairs = (
+            await session.execute(
+                select(Node, Lease)
+                .join(Lease, Lease.id == Node.lease_id)
+                .where(Node.job_id == job.id, Node.state.in_(LIVE))
+            )
+        ).all()
+        members = [
+            topology.Member(
+                n.id, x.up_mbps, x.down_mbps, n.relay_url is not None, x.reliability, n.chain, n.chain_position
+            )
+            for n, x in pairs
+        ]
+        places = topology.arrange(self.core.settings.learner_uplink_mbps, members)
+        urls = {n.id: n.relay_url or "" for n, _ in pairs}
+        for node, _ in pairs:
+            place = places[node.id]
+            node.chain, node.chain_position = place.chain, place.position
+            node.upstreams = [{"kind": "peer", "url": urls[a], "node_id": a} for a in place.ancestors if urls[a]]
+        job.chain_depth_max = max(job.chain_depth_max, topology.depth(places))
+
+    async def _directives(self, session: AsyncSession, job: Job, lease: Lease, node: Node) -> Directives:
+        settings, now = self.core.settings, self.core.clock()
+        upstreams = [Upstream(**u) for u in node.upstreams]
+        if job.relay_url:
+            upstreams.append(Upstream(kind="learner", url=job.relay_url, node_id="learner"))
+        upstreams.append(Upstream(kind="store", node_id="store"))
+        over = not LeaseState(lease.state).usable or JobStatus(job.status).final
+        return Directives(
+            upstreams=upstreams,
+            target_version=job.published_version,
+            drain=node.drain,
+            shutdown=over,
+            lease_expires_in_s=max(0.0, lease.expires_at - now),
+            heartbeat_interval_s=settings.heartbeat_seconds,
+            reason=lease.reason if over or node.drain else "",
+        )
+
+    def _over(self, reason: str) -> Directives:
+        return Directives(
+            upstreams=[], target_version=None, drain=True, shutdown=True, lease_expires_in_s=0.0,
+            heartbeat_interval_s=self.core.settings.heartbeat_seconds, reason=reason,
+        )  # fmt: skip
+
+    async def leave(self, node_id: str, leave: Leave) -> None:
+        """The node's last word: its work goes back, its lease is released."""
+        async with self.core.db.write() as session:
+            node = await session.get_one(Node, node_id)
+            if node.state in (NodeState.LOST, NodeState.GONE):
+                return
+            lease = await session.get_one(Lease, node.lease_id)
+            await self._depart(session, node, NodeState.GONE, leave.reason)
+            self.leases.request_release(
+                session, lease, lease.reason if node.drain else f"its node left: {leave.reason}"
+            )
+        self.core.announce(node.job_id)
+        self.core.signals.notify("tick")
+
+    async def report(self, node_id: str, report: Report) -> None:
+        """A fault that a node saw. Who lies about bytes twice loses its place and its lease."""
+        async with self.core.db.write() as session:
+            node = await session.get_one(Node, node_id)
+            message = f"{report.kind} {report.subject}: {report.detail}"
+            self.core.emit(session, node.job_id, report.kind, message, node=node.id, subject=report.subject)
+            liar = await session.get(Node, report.subject) if report.kind == "upstream_lied" else None
+            if liar is None or liar.job_id != node.job_id or liar.id == node.id:
+                return
+            liar.lies += 1
+            if liar.lies >= LIES_TOLERATED and liar.state in LIVE:
+                lease = await session.get_one(Lease, liar.lease_id)
+                why = f"served bytes that do not match their hash, {liar.lies} times"
+                await self._depart(session, liar, NodeState.LOST, why)
+                await self.leases.cool_down(session, lease, why)
+                self.leases.request_release(session, lease, why)
+
+    async def retire(self, session: AsyncSession, lease: Lease, reason: str) -> None:
+        """Give a lease back in order: its node drains first, if it has one that works."""
+        node = (await session.scalars(select(Node).where(Node.lease_id == lease.id))).first()
+        if node is None or node.state not in (NodeState.ACTIVE, NodeState.WARMING, NodeState.JOINING):
+            if node is None or node.state != NodeState.DRAINING:
+                self.leases.request_release(session, lease, reason)
+            return
+        if not node.drain:
+            node.drain, node.state, node.state_since = True, NodeState.DRAINING, self.core.clock()
+            node.reason = lease.reason = reason
+            self.core.emit(session, lease.job_id, "node_draining", f"draining {lease.gpu_name}: {reason}", node=node.id)
+
+    async def expire(self, session: AsyncSession, job: Job) -> None:
+        """Nodes without heartbeats are lost; draining ones that take too long are cut off."""
+        now, timeout = self.core.clock(), self.core.settings.heartbeat_timeout_seconds
+        pairs = (
+            await session.execute(
+                select(Node, Lease)
+                .join(Lease, Lease.id == Node.lease_id)
+                .where(Node.job_id == job.id, Node.state.in_(LIVE))
+            )
+        ).all()
+        for node, lease in pairs:
+            silent = now - max(node.heartbeat_at, self.core.started_at)
+            if not LeaseState(lease.state).usable:
+                await self._depart(session, node, NodeState.GONE, lease.reason)
+            elif silent > timeout:
+                why = f"no heartbeat for {silent:.0f} s"
+                await self._depart(session, node, NodeState.LOST, why)
+                await self.leases.cool_down(session, lease, why)
+                self.core.emit(session, job.id, "node_lost", f"{lease.gpu_name}: {why}", node=node.id)
+                self.leases.request_release(session, lease, why)
+            elif node.drain and now - node.state_since > DRAIN_S:
+                await self._depart(session, node, NodeState.GONE, node.reason)
+                self.leases.request_release(session, lease, node.reason)
+
+    async def _depart(self, session: AsyncSession, node: Node, state: NodeState, reason: str) -> None:
+        """Take a node out: its leased work is pending again, its children get new upstreams."""
+        node.state, node.state_since, node.reason = state, self.core.clock(), reason
+        node.chain = node.chain_position = None
+        items = await session.scalars(
+            select(WorkItem).where(WorkItem.node_id == node.id, WorkItem.status == ItemStatus.LEASED)
+        )
+        for item in items:
+            item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+        job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
+        await session.flush()
+        await self._arrange(session, job)
+
+
+def pool(nodes: Sequence[Node]) -> list[Node]:
+    """Nodes that make rollouts now."""
+    return [n for n in nodes if n.state == NodeState.ACTIVE]

@@ -1,0 +1,199 @@
+"""The provider's list against ours.
+
+Invariant: only a complete listing proves that something is gone, and only in the second one in a row; an instance with
+a label of this fleet that no live lease owns is destroyed; other labels are never touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import money
+from app.fleet.core import Core
+from app.fleet.leases import Leases, label_prefix
+from app.protocol.base import usd
+from app.storage.models import Job, Lease, LeaseState
+from providers.base import Billing, Instance, Listing, Phase, ProviderError
+
+log = logging.getLogger(__name__)
+
+PRICE_TOLERANCE = 1.05
+LISTING_LAG_S = 20.0
+"""A fresh instance may be missing from a listing for this long."""
+WORDS = {
+    Phase.PAUSED: "interrupted: stopped or outbid",
+    Phase.FAILED: "the machine will not run",
+    Phase.UNKNOWN: "the host is unreachable",
+}
+
+
+class Reconciler:
+    """Holds listings against leases and writes down what they show."""
+
+    def __init__(self, core: Core, leases: Leases) -> None:
+        self.core = core
+        self.leases = leases
+        self.trouble: dict[str, str] = {}
+        """Provider → why it can't be used now."""
+        self._strangers: dict[str, int] = {}
+
+    async def run(self, provider: str) -> None:
+        """One sweep over one provider: one list call, then one transaction."""
+        with self.core.metrics.reconcile.time():
+            asked_at = self.core.clock()
+            try:
+                listing = await self.core.providers[provider].list()
+            except ProviderError as error:
+                self.trouble[provider] = f"{error.code}: {error}"
+                log.warning("listing of %s failed: %s", provider, error)
+                return
+            self.trouble.pop(provider, None)
+            async with self.core.db.write() as session:
+                strangers = await self._compare(session, provider, listing, asked_at)
+            for instance in strangers:
+                await self._destroy_stranger(provider, instance)
+
+    async def _compare(self, session: AsyncSession, provider: str, listing: Listing, asked_at: float) -> list[Instance]:
+        prefix = label_prefix(self.core.settings.fleet_id)
+        ours = {i.label: i for i in listing.instances if i.label.startswith(prefix)}
+        rows = list(await session.scalars(select(Lease).where(Lease.provider == provider, self._interesting(ours))))
+        for lease in rows:
+            if lease.id in self.leases.creating or lease.created_at > asked_at:
+                continue
+            instance = ours.get(lease.label)
+            if instance is not None:
+                await self._present(session, lease, instance, asked_at)
+            elif listing.complete:
+                await self._absent(session, lease)
+        known = {lease.label for lease in rows}
+        return [i for label, i in ours.items() if label not in known]
+
+    @staticmethod
+    def _interesting(ours: dict[str, Instance]) -> ColumnElement[bool]:
+        return Lease.state.in_([s for s in LeaseState if s.open]) | Lease.label.in_(list(ours))
+
+    async def _present(self, session: AsyncSession, lease: Lease, instance: Instance, asked_at: float) -> None:
+        state = LeaseState(lease.state)
+        lease.missing_lists = 0 if instance.phase is not Phase.UNKNOWN else lease.missing_lists + 1
+        if state in (LeaseState.INTENT, LeaseState.UNKNOWN):
+            self.leases.exists(session, lease, instance.instance_id)
+            self.core.emit(
+                session,
+                lease.job_id,
+                "lease_adopted",
+                f"found instance {instance.instance_id} by its label",
+                lease=lease.id,
+            )
+        elif not state.open or (state is LeaseState.RELEASING and (lease.ended_at or 0) < asked_at):
+            self._still_there(session, lease, instance)
+            return
+        self._billing(session, lease, instance)
+        await self._phase(session, lease, instance)
+
+    def _still_there(self, session: AsyncSession, lease: Lease, instance: Instance) -> None:
+        """Released, and yet it is listed: it goes on costing until it is gone."""
+        if lease.ended_at is not None and instance.phase is not Phase.TERMINATING:
+            lease.disk_until, lease.gpu_until = lease.ended_at, lease.ended_at
+            lease.ended_at = None
+        if lease.exists_since is None:
+            lease.exists_since = lease.disk_until = lease.created_at
+        lease.instance_id = instance.instance_id
+        if lease.state != LeaseState.RELEASING:
+            self.leases.move(lease, LeaseState.RELEASING, f"listed after it was {lease.state}: destroying it again")
+            self.core.emit(session, lease.job_id, "lease_ghost", lease.reason, lease=lease.id)
+
+    def _billing(self, session: AsyncSession, lease: Lease, instance: Instance) -> None:
+        """Follow the provider's word on when and at what rate the GPU is paid."""
+        now = self.core.clock()
+        running = instance.phase is Phase.RUNNING
+        rate = instance.compute_micros_h
+        if running and rate is not None and rate != lease.rate_micros_h:
+            money.close(session, lease, now, self.core.metrics)
+            lease.effective_micros_h += rate - lease.rate_micros_h
+            lease.rate_micros_h = rate
+        if running and not lease.gpu_running:
+            started = instance.started_at.timestamp() if instance.started_at else now
+            # A machine that resumes shows its first start again: nothing before the last entry is paid twice.
+            lease.gpu_until = max(started, lease.gpu_until or 0.0)
+            lease.gpu_since = lease.gpu_since or started
+            lease.gpu_running = True
+        elif not running and lease.gpu_running:
+            money.close(session, lease, now, self.core.metrics)
+            lease.gpu_running = False
+
+    async def _phase(self, session: AsyncSession, lease: Lease, instance: Instance) -> None:
+        if lease.state == LeaseState.RELEASING:
+            return
+        age = self.core.clock() - lease.created_at
+        if instance.phase is Phase.RUNNING:
+            over = lease.billing == Billing.ON_DEMAND and lease.rate_micros_h > lease.quoted_micros_h * PRICE_TOLERANCE
+            if over:
+                quoted = usd(lease.quoted_micros_h)
+                await self._give_up(session, lease, f"billed ${usd(lease.rate_micros_h)}/h but was quoted ${quoted}/h")
+            elif lease.state == LeaseState.BOOTING and age > self.core.settings.join_timeout_seconds:
+                await self._give_up(session, lease, f"running, but its node did not join within {age:.0f} s")
+        elif (
+            instance.phase is Phase.PAUSED
+            or instance.phase is Phase.FAILED
+            or (instance.phase is Phase.UNKNOWN and lease.missing_lists >= 2)
+        ):
+            await self._interrupted(session, lease, instance)
+        elif instance.phase in (Phase.PENDING, Phase.LOADING) and age > self.core.settings.join_timeout_seconds:
+            await self._give_up(session, lease, f"did not start within {age:.0f} s ({instance.raw_status})")
+
+    async def _give_up(self, session: AsyncSession, lease: Lease, reason: str) -> None:
+        await self.leases.cool_down(session, lease, reason)
+        self.leases.request_release(session, lease, reason)
+
+    async def _interrupted(self, session: AsyncSession, lease: Lease, instance: Instance) -> None:
+        lease.interrupted = True
+        job = (await session.scalars(select(Job).where(Job.id == lease.job_id))).one()
+        job.preemptions += 1
+        why = f"{WORDS[instance.phase]} ({instance.raw_status}) {instance.detail}".strip()
+        self.core.emit(
+            session, lease.job_id, "preempted", f"{lease.gpu_name} on machine {lease.machine_id}: {why}", lease=lease.id
+        )
+        await self._give_up(session, lease, why)
+
+    async def _absent(self, session: AsyncSession, lease: Lease) -> None:
+        now, state = self.core.clock(), LeaseState(lease.state)
+        if state is LeaseState.RELEASING:
+            await self.leases.released(session, lease, lease.reason)
+        elif state in (LeaseState.INTENT, LeaseState.UNKNOWN):
+            if now - lease.created_at >= self.core.settings.settle_seconds:
+                self.leases.move(lease, LeaseState.REFUSED, "never appeared at the provider")
+                self.core.emit(
+                    session, lease.job_id, "lease_refused", "the create call left nothing behind", lease=lease.id
+                )
+                await self.leases.cool_down(session, lease, "create call without outcome")
+        elif now - lease.created_at > LISTING_LAG_S or lease.gpu_since is not None:
+            lease.missing_lists += 1
+            if lease.missing_lists >= 2:
+                lease.interrupted = True
+                await self.leases.cool_down(session, lease, "vanished")
+                await self.leases.released(session, lease, "vanished from the provider's list")
+
+    async def _destroy_stranger(self, provider: str, instance: Instance) -> None:
+        """Our label, no lease of ours: left by a database that is gone. Seen twice, it is destroyed."""
+        seen = self._strangers.get(instance.instance_id, 0) + 1
+        self._strangers[instance.instance_id] = seen
+        if seen < 2:
+            return
+        try:
+            await self.core.providers[provider].release(instance.instance_id)
+        except ProviderError as error:
+            log.warning("orphan %s could not be destroyed: %s", instance.instance_id, error)
+            return
+        async with self.core.db.write() as session:
+            self.core.emit(
+                session, None, "orphan_destroyed", f"instance {instance.instance_id} ({instance.label}) had no lease"
+            )
+
+
+def open_providers(leases: Sequence[Lease]) -> set[str]:
+    """Providers with a lease that may cost money."""
+    return {lease.provider for lease in leases if LeaseState(lease.state).open}

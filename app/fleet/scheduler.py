@@ -1,0 +1,143 @@
+"""Drives the loop: APScheduler for the clockwork, signals for what can't wait.
+
+Invariant: one round at a time; a round that fails says so and the next one comes all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
+from sqlalchemy import delete, func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.fleet import money
+from app.fleet.controller import Controller
+from app.fleet.core import Core
+from app.fleet.leases import Leases
+from app.fleet.reconcile import Reconciler
+from app.protocol.errors import EchoError
+from app.protocol.job import FINAL_STATUSES
+from app.storage.models import IdempotencyRecord, Job, Lease, LeaseState, Node, WebhookId
+from providers.base import ProviderError
+
+log = logging.getLogger(__name__)
+
+UNSETTLED = (LeaseState.INTENT, LeaseState.UNKNOWN, LeaseState.BOOTING, LeaseState.RELEASING)
+KEEP_IDS_S = 24 * 3600.0
+
+
+class Loop:
+    """The clockwork of the control service."""
+
+    def __init__(self, core: Core, controller: Controller, leases: Leases, reconciler: Reconciler) -> None:
+        self.core = core
+        self.controller = controller
+        self.leases = leases
+        self.reconciler = reconciler
+        self.last_round_at = 0.0
+        self._reconciled_at: dict[str, float] = {}
+        self._one = asyncio.Lock()
+        self._scheduler = AsyncIOScheduler(timezone="UTC")
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Reconcile with every provider, then begin to tick."""
+        await self.round()
+        seconds = self.core.settings.tick_seconds
+        options = {"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
+        self._scheduler.add_job(self.round, "interval", seconds=seconds, id="round", **options)
+        self._scheduler.add_job(self._collect_garbage, "interval", minutes=10, id="garbage", **options)
+        self._scheduler.start()
+        self._watchers = [
+            asyncio.create_task(self._watch("tick", self.round)),
+            asyncio.create_task(self._watch("release", self._releases)),
+        ]
+
+    async def stop(self) -> None:
+        """Stop ticking; calls to providers that are under way are waited for."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self._scheduler.running:
+            self._scheduler.shutdown(wait=False)
+        async with self._one:
+            await self.leases.drain_tasks()
+
+    async def _watch(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            news = self.core.signals.subscribe(name)
+            if await self.core.signals.wait(news, 60.0):
+                await work()
+
+    async def round(self) -> None:
+        """Reconcile where it is due, act for every job, accrue."""
+        async with self._one:
+            await self._guarded("reconcile", self._reconcile())
+            await self._guarded("releases", self.leases.perform_releases())
+            for job_id in await self._live_jobs():
+                await self._guarded(f"tick of {job_id}", self.controller.tick(job_id))
+            await self._guarded("releases", self.leases.perform_releases())
+            await self._guarded("ledger", self._accrue())
+            self.last_round_at = self.core.clock()
+
+    async def _releases(self) -> None:
+        async with self._one:
+            await self._guarded("releases", self.leases.perform_releases())
+
+    async def _guarded(self, what: str, work: Awaitable[None]) -> None:
+        """One part that fails must not keep the others, and other jobs, from their turn."""
+        try:
+            await work
+        except (EchoError, ProviderError, SQLAlchemyError, OSError, ValueError, LookupError) as error:
+            log.exception("%s failed: %s", what, error)
+
+    async def _live_jobs(self) -> list[str]:
+        async with self.core.db.read() as session:
+            return list(
+                await session.scalars(select(Job.id).where(Job.status.not_in(list(FINAL_STATUSES))).order_by(Job.seq))
+            )
+
+    async def _reconcile(self) -> None:
+        """Every provider at `reconcile_seconds`; at each round one where something is unsettled."""
+        now = self.core.clock()
+        async with self.core.db.read() as session:
+            unsettled = set(await session.scalars(select(Lease.provider).where(Lease.state.in_(UNSETTLED)).distinct()))
+        due = [
+            name
+            for name in self.core.providers
+            if name in unsettled
+            or name not in self._reconciled_at
+            or now - self._reconciled_at[name] >= self.core.settings.reconcile_seconds
+        ]
+        for name in due:
+            self._reconciled_at[name] = now
+        await asyncio.gather(*(self.reconciler.run(name) for name in due))
+
+    async def _accrue(self) -> None:
+        async with self.core.db.write() as session:
+            await money.close_due(session, self.core.clock(), self.core.metrics)
+        await self._gauges()
+
+    async def _gauges(self) -> None:
+        metrics = self.core.metrics
+        async with self.core.db.read() as session:
+            leases = await session.execute(
+                select(Lease.provider, Lease.state, func.count()).group_by(Lease.provider, Lease.state)
+            )
+            nodes = await session.execute(select(Node.state, func.count()).group_by(Node.state))
+            metrics.leases.clear()
+            metrics.nodes.clear()
+            for provider, state, count in leases.tuples():
+                metrics.leases.labels(provider, state).set(count)
+            for state, count in nodes.tuples():
+                metrics.nodes.labels(state).set(count)
+
+    async def _collect_garbage(self) -> None:
+        """Forget webhook ids and idempotent answers after a day."""
+        before = self.core.clock() - KEEP_IDS_S
+        async with self.core.db.write() as session:
+            await session.execute(delete(WebhookId).where(WebhookId.received_at < before))
+            await session.execute(delete(IdempotencyRecord).where(IdempotencyRecord.created_at < before))

@@ -1,0 +1,298 @@
+"""What the API shows, as plain values in the contract's words.
+
+Invariant: money is a decimal string with six places, moments are RFC 3339 in UTC, durations are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import money, pricing
+from app.fleet.capacity import bubble_ratio
+from app.fleet.core import Core
+from app.fleet.market import Priced
+from app.protocol.base import rfc3339, usd
+from app.protocol.job import JobStatus
+from app.protocol.node import NodeState
+from app.storage.models import Event, Job, Lease, LeaseState, Node, SnapshotRow, Step
+
+
+def moment(at: float | None) -> str | None:
+    """Seconds since the epoch as RFC 3339."""
+    return None if at is None else rfc3339(datetime.fromtimestamp(at, UTC))
+
+
+def dropped_ratio(job: Job) -> float | None:
+    """Share of the decided rollouts that were dropped."""
+    decided = job.rollouts_trained + job.rollouts_dropped
+    return job.rollouts_dropped / decided if decided else None
+
+
+def _projected(job: Job, spent: int) -> int | None:
+    """What the job will have cost at its step limit if it goes on like this."""
+    steps = job.spec["stop"].get("steps")
+    if not job.step or not steps:
+        return None
+    return spent if JobStatus(job.status).final else round(spent / job.step * max(steps, job.step))
+
+
+class Views:
+    """Reads the database for the API."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    async def job(self, session: AsyncSession, job: Job) -> dict[str, Any]:
+        """A job as read: the spec as posted, with its patches, and the state."""
+        leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
+        fleet = {**job.spec["fleet"], "max_nodes": job.max_nodes}
+        return {
+            **job.spec,
+            "budget_usd": usd(job.budget_micros),
+            "staleness_budget": job.staleness_budget,
+            "publish_period": job.publish_period,
+            "fleet": fleet,
+            "id": job.id,
+            "status": job.status,
+            "status_reason": job.status_reason,
+            "status_since": moment(job.status_since),
+            "created_at": moment(job.created_at),
+            "started_at": moment(job.started_at),
+            "finished_at": moment(job.finished_at),
+            "step": job.step,
+            "policy_version": job.step,
+            "published_version": job.published_version,
+            "reward": {
+                "train": job.reward_train,
+                "eval": job.reward_eval,
+                "eval_initial": job.reward_eval_initial,
+            },
+            "learner": {
+                **job.spec["learner"],
+                "state": job.learner_state,
+                "t_train": job.t_train,
+                "t_bcast": job.t_bcast,
+                "bubble_ratio": bubble_ratio(job.idle_seconds, job.train_seconds),
+                "dropped_ratio": dropped_ratio(job),
+            },
+            "capacity": self._capacity(job),
+            "cost": self._cost_summary(job, leases),
+            "final_prefix": job.final_prefix,
+        }
+
+    @staticmethod
+    def _capacity(job: Job) -> dict[str, Any]:
+        keys = ("mu_min", "mu_target", "mu_pool", "feasible", "explanation")
+        return {key: job.capacity.get(key) for key in keys}
+
+    def _cost_summary(self, job: Job, leases: Sequence[Lease]) -> dict[str, Any]:
+        exposure = money.exposure(job, leases, self.core.clock(), self.core.settings.wind_down_seconds)
+        projected = _projected(job, exposure.spent)
+        return {
+            "budget_usd": usd(job.budget_micros),
+            "spent_usd": usd(exposure.spent),
+            "committed_usd": usd(exposure.committed),
+            "usd_per_step": usd(round(exposure.spent / job.step)) if job.step else None,
+            "projected_usd": usd(projected) if projected is not None else None,
+        }
+
+    async def cost(self, session: AsyncSession, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Money of one job, or of many."""
+        ids, now = [j.id for j in jobs], self.core.clock()
+        leases = list(await session.scalars(select(Lease).where(Lease.job_id.in_(ids)).order_by(Lease.created_at)))
+        by_kind = dict.fromkeys(money.KINDS, 0)
+        by_provider: dict[str, int] = {}
+        rows = []
+        for lease in leases:
+            amounts = money.spent(lease, now)
+            for kind, amount in amounts.items():
+                by_kind[kind] += amount
+            total = sum(amounts.values())
+            by_provider[lease.provider] = by_provider.get(lease.provider, 0) + total
+            if lease.exists_since is not None:
+                rows.append(self._lease_row(lease, total))
+        spent, steps = sum(by_kind.values()), sum(j.step for j in jobs)
+        wind_down = self.core.settings.wind_down_seconds
+        committed = sum(
+            money.exposure(j, [x for x in leases if x.job_id == j.id], now, wind_down).committed for j in jobs
+        )
+        return {
+            "budget_usd": usd(sum(j.budget_micros for j in jobs)),
+            "spent_usd": usd(spent),
+            "committed_usd": usd(committed),
+            "by_kind": {k: usd(v) for k, v in by_kind.items()},
+            "by_provider": {k: usd(v) for k, v in by_provider.items()},
+            "leases": rows,
+            "usd_per_step": usd(round(spent / steps)) if steps else None,
+            "steps": steps,
+        }
+
+    @staticmethod
+    def _lease_row(lease: Lease, total: int) -> dict[str, Any]:
+        return {
+            "id": lease.id,
+            "job_id": lease.job_id,
+            "provider": lease.provider,
+            "machine_id": lease.machine_id,
+            "instance_id": lease.instance_id,
+            "gpu_name": lease.gpu_name,
+            "state": lease.state,
+            "reason": lease.reason,
+            "since": moment(lease.state_since),
+            "quoted_per_hour": usd(lease.quoted_micros_h),
+            "billed_per_hour": usd(lease.rate_micros_h),
+            "from": moment(lease.exists_since),
+            "to": moment(lease.ended_at),
+            "spent_usd": usd(total),
+        }
+
+    async def fleet(self, session: AsyncSession, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Capacity and nodes of one job, or of many: every open lease, its node if it has joined."""
+        ids, now = [j.id for j in jobs], self.core.clock()
+        pairs = (
+            await session.execute(
+                select(Lease, Node)
+                .outerjoin(Node, Node.lease_id == Lease.id)
+                .where(Lease.job_id.in_(ids), Lease.state.in_([s for s in LeaseState if s.open]))
+                .order_by(Lease.created_at)
+            )
+        ).tuples()
+        rows = [self._node_row(lease, node, now) for lease, node in pairs]
+        capacities = [self._capacity(j) for j in jobs]
+        if len(jobs) == 1:
+            return {
+                "job_id": jobs[0].id,
+                "capacity": capacities[0],
+                "nodes": rows,
+                **await self._broadcast(session, jobs[0]),
+            }
+        total = {key: sum(c[key] or 0.0 for c in capacities) for key in ("mu_min", "mu_target", "mu_pool")}
+        return {"capacity": {**total, "feasible": all(c["feasible"] is not False for c in capacities)}, "nodes": rows}
+
+    async def _broadcast(self, session: AsyncSession, job: Job) -> dict[str, Any]:
+        """Who carried how many bytes, and how long broadcasts took."""
+        nodes = list(await session.scalars(select(Node).where(Node.job_id == job.id)))
+        carried = {kind: sum(int(n.bytes_from.get(kind, 0)) for n in nodes) for kind in ("learner", "peer", "store")}
+        times = (
+            await session.execute(
+                select(func.count(), func.avg(SnapshotRow.completed_at - SnapshotRow.published_at)).where(
+                    SnapshotRow.job_id == job.id, SnapshotRow.completed_at.is_not(None), SnapshotRow.version > 0
+                )
+            )
+        ).one()
+        return {
+            "broadcast": {
+                "bytes_from_learner": carried["learner"],
+                "bytes_from_peers": carried["peer"],
+                "bytes_from_store": carried["store"],
+                "chain_depth_max": job.chain_depth_max,
+                "completed": times[0],
+                "t_bcast_mean": times[1],
+            },
+            "totals": {
+                "nodes_peak": job.nodes_peak,
+                "preemptions": job.preemptions,
+                "price_events": job.price_events,
+                "rollouts_accepted": job.rollouts_accepted,
+                "rollouts_trained": job.rollouts_trained,
+                "rollouts_dropped": job.rollouts_dropped,
+            },
+        }
+
+    @staticmethod
+    def _node_row(lease: Lease, node: Node | None, now: float) -> dict[str, Any]:
+        mu = (node.mu_measured if node else None) or lease.mu_prior
+        waiting = LeaseState(lease.state) is not LeaseState.ACTIVE or node is None
+        return {
+            "id": node.id if node else None,
+            "job_id": lease.job_id,
+            "lease_id": lease.id,
+            "provider": lease.provider,
+            "offer_id": lease.offer_id,
+            "machine_id": lease.machine_id,
+            "gpu_name": lease.gpu_name,
+            "num_gpus": lease.num_gpus,
+            "state": lease.state if waiting or node is None else node.state,
+            "reason": lease.reason if waiting or node is None else node.reason,
+            "since": moment(lease.state_since if waiting or node is None else node.state_since),
+            "billing": lease.billing,
+            "price_per_hour": usd(lease.rate_micros_h),
+            "effective_price_per_hour": usd(lease.effective_micros_h),
+            "rho": pricing.rho(lease.effective_micros_h, mu) if mu else None,
+            "mu_prior": lease.mu_prior,
+            "mu_measured": node.mu_measured if node else None,
+            "policy_version": node.policy_version if node else None,
+            "chain": node.chain if node else None,
+            "chain_position": node.chain_position if node else None,
+            "upstream": (node.upstream or None) if node else None,
+            "heartbeat_age": round(now - node.heartbeat_at, 3) if node else None,
+            "rollouts_accepted": node.rollouts_accepted if node else 0,
+            "started_at": moment(lease.gpu_since),
+        }
+
+    @staticmethod
+    def step(row: Step) -> dict[str, Any]:
+        """One learner step."""
+        return {
+            "step": row.step,
+            "at": moment(row.at),
+            "reward": row.reward,
+            "t_train": row.t_train,
+            "t_idle": row.t_idle,
+            "rollouts": row.rollouts,
+            "dropped": row.dropped,
+            "lags": row.lags,
+            "nodes": row.nodes,
+            "mu_pool": row.mu_pool,
+            "spent_usd": usd(row.spent_micros),
+            "metrics": row.metrics,
+        }
+
+    @staticmethod
+    def event(row: Event) -> dict[str, Any]:
+        """One event."""
+        return {
+            "id": row.id,
+            "job_id": row.job_id,
+            "at": moment(row.at),
+            "kind": row.kind,
+            "message": row.message,
+            "data": row.data,
+        }
+
+    @staticmethod
+    def offer(p: Priced) -> dict[str, Any]:
+        """One offer as a job sees it: every part of its price and where its throughput comes from."""
+        o = p.offer
+        return {
+            "provider": o.provider,
+            "offer_id": o.offer_id,
+            "machine_id": o.machine_id,
+            "gpu_name": o.gpu_name,
+            "num_gpus": o.num_gpus,
+            "region": o.region,
+            "billing": o.billing.value,
+            "reliability": o.reliability,
+            "price_per_hour": usd(p.rate_micros_h),
+            "effective_price_per_hour": usd(p.price.total),
+            "price_parts": {
+                "compute": usd(p.price.compute),
+                "disk": usd(p.price.disk),
+                "traffic": usd(p.price.traffic),
+                "startup": usd(p.price.startup),
+            },
+            "mu": p.mu,
+            "mu_source": p.estimate.source,
+            "rho": p.rho,
+            "excluded": p.excluded or None,
+        }
+
+
+def count_active(nodes: Sequence[Node]) -> int:
+    """Nodes that make rollouts now."""
+    return sum(n.state == NodeState.ACTIVE for n in nodes)

@@ -1,0 +1,1 @@
+"""Learning plane: GRPO on bounded-staleness rollouts, replay buffer, publisher, checkpoints."""

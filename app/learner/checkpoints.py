@@ -1,0 +1,172 @@
+"""Checkpoints on local disk.
+
+Invariant: a checkpoint counts only if its commit marker is there and every file has the size and hash that the marker
+names; whatever instant a writer dies at, the previous checkpoint is still whole. No pickle: tensors are safetensors,
+the rest is JSON.
+
+`{root}/{step:09d}/`: model.safetensors, optimizer.safetensors (AdamW's moments and counters, `field/parameter`),
+state.json, COMMIT. Written as `.part-…`, flushed file by file, marker last, then renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from app.learner.files import fsync_path, hash_file, write_durable
+from app.protocol.base import Strict
+from app.protocol.errors import LearnerError
+from app.protocol.learner import EvalReport, StepReport
+
+log = logging.getLogger(__name__)
+MARKER = "COMMIT"
+_RNG = "rng/torch"
+_FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+
+
+class Progress(Strict):
+    """Where the learner stands, apart from tensors."""
+
+    format: Literal[1] = 1
+    job_id: str
+    step: int = Field(ge=0)
+    active_s: float = Field(default=0, ge=0)
+    """Seconds of the job so far, over all its processes."""
+    evaluated: int = -1
+    """The last step whose held-out reward is reported or among `evals`; −1 before the initial one."""
+    steps: list[StepReport] = Field(default_factory=list)
+    """Reports that the control service has not acknowledged."""
+    evals: list[EvalReport] = Field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`weights` and `optimizer` as the trainer names them; `rng` is torch's global CPU state."""
+
+    progress: Progress
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    rng: torch.Tensor
+
+
+def save(root: Path, checkpoint: Checkpoint, *, keep: int = 2, after: Callable[[str], None] = lambda _: None) -> Path:
+    """Write a checkpoint, replacing one of the same step, and remove all but the newest `keep` and leftovers.
+
+    `after` is told the name of each file operation once it is done. Raises LearnerError when the disk refuses.
+    """
+    target = root / f"{checkpoint.progress.step:09d}"
+    part = root / f".part-{uuid.uuid4().hex}"
+    try:
+        part.mkdir(parents=True)
+        after("mkdir")
+        _write(part, checkpoint, after)
+        _swap(root, part, target, after)
+        _prune(root, keep)
+    except OSError as error:
+        raise LearnerError(f"the checkpoint of step {checkpoint.progress.step} can't be written: {error}") from error
+    return target
+
+
+def latest(root: Path, *, job_id: str) -> Checkpoint | None:
+    """The newest whole checkpoint; None if there never was one.
+
+    Damaged ones are passed over for the previous one. Raises LearnerError if there are some and all are damaged, or if
+    one is of another job.
+    """
+    found = _committed(root)
+    for folder in found:
+        try:
+            checkpoint = _read(folder)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            log.warning("checkpoint %s is damaged and passed over: %s", folder, error)
+            continue
+        if checkpoint.progress.job_id != job_id:
+            raise LearnerError(f"checkpoint {folder} is of job {checkpoint.progress.job_id}, not {job_id}")
+        return checkpoint
+    if found:
+        raise LearnerError(f"all {len(found)} checkpoints in {root} are damaged; restore one or start a new job")
+    return None
+
+
+def expected(root: Path, *, job_id: str, last_step: int, published_version: int | None) -> Checkpoint | None:
+    """Like `latest`, but no checkpoint is an error when the control service knows of steps or a published version.
+
+    Training from the start again without a word would throw away what was paid for.
+    """
+    checkpoint = latest(root, job_id=job_id)
+    if checkpoint is None and (last_step > 0 or (published_version or 0) > 0):
+        raise LearnerError(
+            f"the job is at step {last_step} with v{published_version} published, but {root} holds no checkpoint; "
+            "start the learner where its ECHO2_STATE_DIR is, or start a new job"
+        )
+    return checkpoint
+
+
+def _write(part: Path, checkpoint: Checkpoint, after: Callable[[str], None]) -> None:
+    tensors = {
+        "model.safetensors": dict(checkpoint.weights),
+        "optimizer.safetensors": {**checkpoint.optimizer, _RNG: checkpoint.rng},
+    }
+    for name, content in tensors.items():
+        save_file({k: v.contiguous() for k, v in content.items()}, part / name)
+        fsync_path(part / name)
+        after(name)
+    write_durable(part / "state.json", checkpoint.progress.model_dump_json().encode())
+    after("state.json")
+    hashes = {name: {"size": (part / name).stat().st_size, "blake3": hash_file(part / name)} for name in _FILES}
+    write_durable(part / MARKER, json.dumps(hashes).encode())
+    after(MARKER)
+    fsync_path(part)
+
+
+def _swap(root: Path, part: Path, target: Path, after: Callable[[str], None]) -> None:
+    if target.exists():
+        # A folder can't be replaced by rename; the one that goes is kept under a name that still counts until then.
+        old = root / f"{target.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        after("set aside")
+    part.rename(target)
+    after("rename")
+    fsync_path(root)
+
+
+def _prune(root: Path, keep: int) -> None:
+    whole = [folder for folder in _committed(root) if folder.suffix != ".old"]
+    for path in root.iterdir():
+        if path.is_dir() and path not in whole[:keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _committed(root: Path) -> list[Path]:
+    """Folders with a marker, newest first; of one step, the set-aside copy after the new one."""
+    if not root.is_dir():
+        return []
+    folders = [p for p in root.iterdir() if p.name.removesuffix(".old").isdigit() and (p / MARKER).is_file()]
+    return sorted(folders, key=lambda p: (int(p.name.removesuffix(".old")), p.suffix != ".old"), reverse=True)
+
+
+def _read(folder: Path) -> Checkpoint:
+    marker: dict[str, dict[str, Any]] = json.loads((folder / MARKER).read_bytes())
+    for name in _FILES:
+        path = folder / name
+        if path.stat().st_size != marker[name]["size"] or hash_file(path) != marker[name]["blake3"]:
+            raise ValueError(f"{name} is not the file that was committed")
+    try:
+        progress = Progress.model_validate_json((folder / "state.json").read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"state.json has another format: {error.error_count()} errors") from error
+    optimizer = load_file(folder / "optimizer.safetensors")
+    rng = optimizer.pop(_RNG)
+    return Checkpoint(progress, load_file(folder / "model.safetensors"), optimizer, rng)

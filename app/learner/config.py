@@ -1,0 +1,67 @@
+"""Settings of a learner process, from the environment.
+
+Invariant: a process that starts has every setting in range; the token never shows in a repr or a log.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.protocol.errors import BadInput
+
+
+class LearnerSettings(BaseSettings):
+    """`ECHO2_` + the upper-case name of the field."""
+
+    model_config = SettingsConfigDict(env_prefix="ECHO2_", extra="ignore", frozen=True)
+
+    control_url: str = Field(pattern=r"^https?://")
+    learner_token: SecretStr = Field(min_length=1)
+    job_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
+    state_dir: Path
+    cache_dir: Path | None = None
+    """Models that are made or downloaded; default `state_dir`/cache."""
+    object_store_url: str = ""
+    """Default `file://` and `state_dir`/objects."""
+    s3_endpoint_url: str | None = None
+    learner_relay_host: str = "127.0.0.1"
+    """Address that the relay listens on and is announced with."""
+    learner_uplink_bytes_per_s: float | None = Field(default=None, gt=0)
+    learner_threads: int = Field(default=1, ge=1, le=1024)
+    """CPU threads of a training step."""
+
+    @model_validator(mode="after")
+    def _absolute(self) -> Self:
+        if not self.state_dir.is_absolute():
+            raise ValueError("ECHO2_STATE_DIR must be an absolute path")
+        return self
+
+    @property
+    def cache(self) -> Path:
+        """Folder of models."""
+        return self.cache_dir or self.state_dir / "cache"
+
+    @property
+    def objects_url(self) -> str:
+        """URL of the object store."""
+        return self.object_store_url or (self.state_dir / "objects").as_uri()
+
+    @property
+    def work_dir(self) -> Path:
+        """Checkpoints, signing key and snapshots of the job."""
+        return self.state_dir / "learners" / self.job_id
+
+
+def load_settings(job_id: str | None = None) -> LearnerSettings:
+    """Settings from the environment; `job_id` overrides ECHO2_JOB_ID. Raises BadInput naming the setting."""
+    given = {} if job_id is None else {"job_id": job_id}
+    try:
+        return LearnerSettings(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = "ECHO2_" + "_".join(str(part) for part in first["loc"]).upper() if first["loc"] else "settings"
+        raise BadInput(f"{name}: {first['msg']}") from error

@@ -1,0 +1,142 @@
+"""Trajectory files from the object store into the replay buffer.
+
+Invariant: a group reaches the buffer only if its file has the promised size and hash, its rows are whole and finite,
+its prompt is the task's own, and its tokens are the model's; every other group is rejected with a reason, never lost
+and never trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+
+from blake3 import blake3
+
+from app.learner.buffer import Group, ReplayBuffer
+from app.learner.client import Control
+from app.learner.outbox import Directives
+from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, Refused, Unavailable
+from app.protocol.learner import TrajectoryRef
+from app.protocol.trajectory import Expected, Rollout, read_table, rollouts, validate
+from app.storage.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+WAIT_S = 10.0
+_STORE_PATIENCE = 60
+_ANY_VERSION = 2**31 - 1
+
+
+class GroupReader:
+    """Turns one referenced file into groups."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        prompt_ids: Callable[[int], list[int]],
+        *,
+        group_size: int,
+        max_tokens: int,
+        vocabulary: int,
+    ) -> None:
+        self._objects = objects
+        self._prompt_ids = lru_cache(maxsize=4096)(prompt_ids)
+        self._group_size = group_size
+        self._max_tokens = max_tokens
+        self._vocabulary = vocabulary
+
+    def read(self, ref: TrajectoryRef) -> list[Group]:
+        """The groups of `ref.work_items`. Raises NotFound, IntegrityError, Refused, Unavailable."""
+        data = self._objects.get(ref.key)
+        if len(data) != ref.size or blake3(data).hexdigest() != ref.blake3:
+            raise IntegrityError(f"{ref.key} is not the file that was accepted ({len(data)} bytes)")
+        table = read_table(data)
+        wanted = set(ref.work_items)
+        by_item: dict[str, list[Rollout]] = {}
+        for rollout in rollouts(table):
+            by_item.setdefault(rollout.work_item, []).append(rollout)
+        expected = {item: Expected(rows[0].prompt_index, self._group_size) for item, rows in by_item.items()}
+        validate(table, expected, newest_version=_ANY_VERSION, max_tokens=self._max_tokens)
+        return [self._group(item, by_item[item]) for item in ref.work_items if item in by_item and item in wanted]
+
+    def _group(self, item: str, rows: list[Rollout]) -> Group:
+        try:
+            own = self._prompt_ids(rows[0].prompt_index)
+        except BadInput as error:
+            raise Refused("wrong_prompt", f"work item {item}: {error.detail}") from error
+        for rollout in rows:
+            if list(rollout.prompt_ids) != own:
+                raise Refused("wrong_prompt", f"work item {item} was not sampled from prompt {rollout.prompt_index}")
+            if max(rollout.completion_ids) >= self._vocabulary:
+                raise Refused("lengths", f"work item {item} has a token outside the vocabulary of {self._vocabulary}")
+        return Group(item, tuple(sorted(rows, key=lambda r: r.sample_index)))
+
+
+class Inbox:
+    """A thread that follows the index of accepted files."""
+
+    def __init__(self, control: Control, reader: GroupReader, buffer: ReplayBuffer, directives: Directives) -> None:
+        self._control = control
+        self._reader = reader
+        self._buffer = buffer
+        self._directives = directives
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self.invalid: dict[str, int] = {}
+        """Files refused, by error code or reason."""
+
+    def start(self) -> None:
+        """Begin to fetch."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        """Fetch nothing more; waits up to `timeout_s` for a fetch in progress."""
+        self._stopped.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        cursor = 0
+        while not self._stopped.is_set():
+            try:
+                page = self._control.trajectories(cursor, WAIT_S)
+                for ref in page.items:
+                    self.take(ref)
+            except EchoError as error:
+                if not self._stopped.is_set():
+                    self._directives.fail(error)
+                return
+            cursor = page.cursor
+
+    def take(self, ref: TrajectoryRef) -> None:
+        """Read one file into the buffer. Raises Unavailable if the object store stays away."""
+        try:
+            groups = self._patiently(ref)
+        except (NotFound, IntegrityError, Refused) as error:
+            reason = error.reason if isinstance(error, Refused) else error.code
+            self.invalid[reason] = self.invalid.get(reason, 0) + 1
+            log.warning("file %s of node %s is refused: %s", ref.key, ref.node_id, error.detail)
+            self._reject(ref.work_items)
+            return
+        for group in groups:
+            self._buffer.add(group)
+        self._reject(set(ref.work_items) - {g.work_item for g in groups})
+
+    def _patiently(self, ref: TrajectoryRef) -> list[Group]:
+        for attempt in range(_STORE_PATIENCE):
+            try:
+                return self._reader.read(ref)
+            except Unavailable as error:
+                log.warning("object store: %s (try %d)", error.detail, attempt + 1)
+                if self._stopped.wait(min(10.0, 0.5 * 2**attempt)):
+                    break
+        raise Unavailable(f"the object store has not handed out {ref.key} in {_STORE_PATIENCE} tries")
+
+    def _reject(self, items: Iterable[str]) -> None:
+        for item in items:
+            self._buffer.reject(item, "invalid")
+
+
+def counted(invalid: Mapping[str, int]) -> dict[str, float]:
+    """Refused files as step metrics."""
+    return {f"invalid_{reason}": float(n) for reason, n in sorted(invalid.items())}

@@ -1,0 +1,225 @@
+"""The training loop: gather, step, report, publish, evaluate, until something says stop.
+
+Invariant: every rollout is trained on at most once on the way to any one version, and every step is reported with what
+it consumed and dropped. The loop owns the order of things; what is slow happens in the threads of its collaborators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from app.learner.buffer import Group, ReplayBuffer, lag_histogram
+from app.learner.checkpoints import Checkpoint, Progress
+from app.learner.heart import Status
+from app.learner.outbox import Directives, Outbox
+from app.learner.publisher import Publisher, Save
+from app.learner.trainer import StepMetrics, TrainerState
+from app.protocol.job import JobSpec
+from app.protocol.learner import DroppedGroup, EvalReport, StepReport
+
+_POLL_S = 0.5
+
+
+class Trainer(Protocol):
+    """The part of GRPOTrainer that the loop uses."""
+
+    steps: int
+
+    def step(self, groups: Sequence[Group]) -> StepMetrics: ...
+    def state(self) -> TrainerState: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why the loop ended. `aborted`: save nothing, say nothing."""
+
+    kind: Literal["succeeded", "finished", "aborted"]
+    reason: str
+
+
+@dataclass(slots=True)
+class Position:
+    """Where the loop stands; a checkpoint holds it."""
+
+    evaluated: int = -1
+    last_publish: int = 0
+    """Step from which the publish period counts."""
+    published: int = -1
+    """Newest version ever published; an older one is never published again."""
+    active_s: float = 0.0
+
+
+class Loop:
+    """One learner process's training. All collaborators are handed in."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        job_id: str,
+        *,
+        trainer: Trainer,
+        evaluate: Callable[[], float],
+        eval_prompts: int,
+        buffer: ReplayBuffer,
+        publisher: Publisher,
+        outbox: Outbox,
+        directives: Directives,
+        status: Status,
+        position: Position,
+        extra_metrics: Callable[[], dict[str, float]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec = spec
+        self._job_id = job_id
+        self._trainer = trainer
+        self._evaluate = evaluate
+        self._eval_prompts = eval_prompts
+        self._buffer = buffer
+        self._publisher = publisher
+        self._outbox = outbox
+        self._directives = directives
+        self._status = status
+        self._extra_metrics = extra_metrics
+        self._clock = clock
+        self._seen = clock()
+        self._dropped: list[DroppedGroup] = []
+        self._copy_s = 0.0
+        self._idle_s = 0.0
+        self._reward: tuple[int, float] | None = None
+        self.position = position
+
+    def run(self) -> Ending:
+        """Train until a stop rule or a directive. Raises LearnerError and what collaborators fail with."""
+        if self.position.evaluated < 0 or self._eval_due():
+            self.evaluate()
+        while True:
+            ending = self._obey() or self._stop_rule()
+            if ending is not None:
+                return ending
+            groups = self._gather()
+            if groups:
+                self._step(groups)
+            if groups and self._eval_due():
+                self.evaluate()
+
+    def evaluate(self, *, final: bool = False) -> float:
+        """Held-out reward of the current weights, reported. The same weights are not sampled twice."""
+        step = self._trainer.steps
+        if self._reward is None or self._reward[0] != step:
+            self._status.set("evaluating", step)
+            self._reward = (step, self._evaluate())
+        reward = self._reward[1]
+        initial = self.position.evaluated < 0 and step == 0
+        self.position.evaluated = step
+        self._outbox.put(EvalReport(step=step, reward=reward, prompts=self._eval_prompts, initial=initial, final=final))
+        return reward
+
+    def checkpoint(self, state: TrainerState | None = None) -> Checkpoint:
+        """Everything that a later process needs, as it is now."""
+        state = state or self._trainer.state()
+        self._tick()
+        steps, evals = self._outbox.pending()
+        progress = Progress(
+            job_id=self._job_id,
+            step=state.steps,
+            active_s=self.position.active_s,
+            evaluated=self.position.evaluated,
+            steps=steps,
+            evals=evals,
+        )
+        return Checkpoint(progress, state.weights, state.optimizer, torch.random.get_rng_state())
+
+    def _step(self, groups: Sequence[Group]) -> None:
+        t = self._trainer.steps
+        self._status.set("training", t)
+        done = self._trainer.step(groups)
+        self._dropped += self._buffer.evict(t + 1, self._directives.current().staleness_budget)
+        metrics = done.values | self._extra_metrics() | {"publish_copy_s": self._copy_s}
+        self._outbox.put(
+            StepReport(
+                step=t + 1,
+                t_train=done.t_train,
+                t_idle=self._idle_s,
+                reward=done.reward,
+                trained=[g.work_item for g in groups],
+                dropped=self._dropped,
+                lags=lag_histogram(groups, t),
+                metrics=metrics | {"skipped_versions": float(self._publisher.skipped)},
+            )
+        )
+        self._dropped, self._idle_s = [], 0.0
+        self._status.set("training", t + 1)
+        self._save_if_due(t + 1)
+
+    def _save_if_due(self, step: int) -> None:
+        every = self._spec.learner.checkpoint_every
+        publish = step > self.position.published and (
+            step - self.position.last_publish >= self._directives.current().publish_period
+        )
+        keep = publish if every is None else step % every == 0
+        began = self._clock()
+        if publish or keep:
+            state = self._trainer.state()
+            checkpoint = self.checkpoint(state) if keep else None
+            self._publisher.submit(Save(step if publish else None, state.weights, checkpoint))
+        if publish:
+            self.position.last_publish = self.position.published = step
+        self._copy_s = self._clock() - began
+
+    def _gather(self) -> list[Group]:
+        """A whole batch; nothing when the control service wants something else, or the time is over."""
+        t, prompts = self._trainer.steps, self._spec.batch.prompts
+        began = self._clock()
+        while not self._buffer.wait(t, self._directives.current().staleness_budget, prompts, _POLL_S):
+            self._status.set("waiting", t)
+            if self._directives.urgent.is_set() or self._out_of_time():
+                break
+        groups, dropped = self._buffer.take(t, self._directives.current().staleness_budget, prompts)
+        self._dropped += dropped
+        self._idle_s += self._clock() - began
+        return groups
+
+    def _obey(self) -> Ending | None:
+        """Do what the control service wants; returns when it is `run`, or with the end."""
+        paused = False
+        while (wanted := self._directives.current()).command != "run":
+            if wanted.command == "abort":
+                return Ending("aborted", wanted.reason)
+            if wanted.command == "finish":
+                return Ending("finished", wanted.reason)
+            if not paused:
+                self._publisher.submit(Save(None, {}, self.checkpoint()))
+                self._status.set("waiting", self._trainer.steps)
+                paused = True
+            time.sleep(_POLL_S)
+            self._seen = self._clock()
+        return None
+
+    def _stop_rule(self) -> Ending | None:
+        stop = self._spec.stop
+        if stop.steps is not None and self._trainer.steps >= stop.steps:
+            return Ending("succeeded", f"{stop.steps} steps are done")
+        if stop.target_reward is not None and self._reward is not None and self._reward[1] >= stop.target_reward:
+            return Ending("succeeded", f"held-out reward {self._reward[1]:.3f} reached {stop.target_reward}")
+        if self._out_of_time():
+            return Ending("succeeded", f"{stop.max_hours} hours are over")
+        return None
+
+    def _out_of_time(self) -> bool:
+        self._tick()
+        return self._spec.stop.max_hours is not None and self.position.active_s >= self._spec.stop.max_hours * 3600
+
+    def _eval_due(self) -> bool:
+        step = self._trainer.steps
+        return step % self._spec.learner.eval_every == 0 and self.position.evaluated < step
+
+    def _tick(self) -> None:
+        """Count the job's time, pauses left out."""
+        now = self._clock()
+        self.position.active_s += now - self._seen
+        self._seen = now

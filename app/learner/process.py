@@ -1,0 +1,320 @@
+"""A learner process from start to its last word.
+
+Invariant: one process at a time works in a job's folder; whatever goes wrong that the control service can be told, it
+is told, as the job's reason. An unknown model or task fails before `ready`, so before anything is rented.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from app.learner.buffer import ReplayBuffer
+from app.learner.checkpoints import expected, save
+from app.learner.client import Control, ControlClient, Fenced
+from app.learner.config import LearnerSettings, load_settings
+from app.learner.evaluate import Evaluator
+from app.learner.files import exclusive
+from app.learner.heart import Heart, Status
+from app.learner.inbox import GroupReader, Inbox, counted
+from app.learner.loop import Ending, Loop, Position
+from app.learner.model import LoadedModel, assets, check_lengths, load, resolve, unique_weights
+from app.learner.outbox import Directives, Outbox
+from app.learner.publisher import Publisher, Save
+from app.learner.sink import RelaySink
+from app.learner.trainer import GRPOTrainer, TrainerState
+from app.protocol.errors import BadInput, EchoError, Unavailable
+from app.protocol.learner import AssetInfo, Done, LearnerDirectives, Ready, StartAnswer, StartRequest
+from app.storage.objects import ObjectStore
+from app.storage.stores import open_store
+from app.tasks.base import Task
+from app.tasks.prompts import encode_prompt
+from app.tasks.registry import load_task
+
+log = logging.getLogger(__name__)
+_LOCK_TIMEOUT_S = 60.0
+_FLUSH_S = 660.0
+"""Longer than the client's patience, so that its error comes first."""
+_REHEARSAL_PROMPTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a job needs before training: all that only loading can show to be right."""
+
+    loaded: LoadedModel
+    task: Task
+    trainer: GRPOTrainer
+    evaluator: Evaluator
+    assets: list[AssetInfo]
+    t_train_prior: float
+
+
+def run(settings: LearnerSettings) -> int:
+    """The exit code: 0 when the job ended as wanted; 1 when it failed, another learner took over, or control service or
+    object store stayed away. In the last case the job has not failed: started again, the learner goes on.
+    """
+    torch.set_num_threads(settings.learner_threads)
+    settings.work_dir.mkdir(parents=True, exist_ok=True)
+    control = ControlClient(settings.control_url, settings.job_id, settings.learner_token.get_secret_value())
+    try:
+        with exclusive(settings.work_dir / ".lock", timeout_s=_LOCK_TIMEOUT_S):
+            answer = control.start(StartRequest(pid=os.getpid(), host=socket.gethostname()))
+            session = Session(settings, control, answer)
+            try:
+                session.run()
+            except (Fenced, Unavailable):
+                # Somebody else goes on, or a later process can: neither is the job's failure.
+                raise
+            except (EchoError, OSError, torch.OutOfMemoryError) as error:
+                reason = failure(error)
+                log.error("%s", reason)
+                control.done(Done(status="failed", reason=reason, step=session.step))
+                return 1
+            finally:
+                session.close()
+    except EchoError as error:
+        log.error("learner ends: %s", error.detail)
+        return 1
+    finally:
+        control.close()
+    return 0
+
+
+class Session:
+    """One process's work on one job, after `start`."""
+
+    def __init__(self, settings: LearnerSettings, control: Control, answer: StartAnswer) -> None:
+        spec = answer.spec
+        self._settings = settings
+        self._control = control
+        self._answer = answer
+        self._objects = open_store(settings.objects_url, endpoint_url=settings.s3_endpoint_url)
+        self._directives = Directives(
+            LearnerDirectives(command="run", staleness_budget=spec.staleness_budget, publish_period=spec.kappa)
+        )
+        self._status = Status()
+        self._buffer = ReplayBuffer()
+        self._outbox = Outbox(control, self._directives)
+        self._sink: RelaySink | None = None
+        self._publisher: Publisher | None = None
+        self._inbox: Inbox | None = None
+        self._heart = Heart(control, self._status, self._directives, self._bytes_served)
+        self._checkpoints = settings.work_dir / "checkpoints"
+        self.step = answer.last_step
+
+    def run(self) -> None:
+        """Train until the end and say so. Raises EchoError."""
+        self._heart.start()
+        self._outbox.start()
+        parts = prepare(self._answer, self._settings)
+        position = self._resume(parts.trainer)
+        self.step = parts.trainer.steps
+        self._status.set("loading", self.step)
+        put_assets(self._objects, self._answer.job_id, parts.loaded.folder, parts.assets)
+        sink, publisher = self._open(parts)
+        loop = self._loop(parts, publisher, position)
+        size = self._publish_current(parts, sink, publisher, position, loop)
+        self._directives.update(
+            self._control.ready(
+                Ready(
+                    resume_step=parts.trainer.steps,
+                    parameters=parts.loaded.parameters,
+                    snapshot_bytes=size,
+                    train_prompts=parts.task.train_size,
+                    eval_prompts=parts.evaluator.prompts,
+                    t_train_prior=parts.t_train_prior,
+                    manifest_public_key=sink.public_key,
+                    assets=parts.assets,
+                )
+            )
+        )
+        self._follow(parts)
+        try:
+            ending = loop.run()
+        finally:
+            self.step = parts.trainer.steps
+        if ending.kind != "aborted":
+            self._finish(parts, publisher, loop, ending)
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self._heart.stop()
+        if self._inbox is not None:
+            self._inbox.stop()
+        if self._publisher is not None:
+            self._publisher.stop()
+        self._outbox.stop()
+        if self._sink is not None:
+            self._sink.stop()
+
+    def _bytes_served(self) -> int:
+        return 0 if self._sink is None else self._sink.bytes_served
+
+    def _resume(self, trainer: GRPOTrainer) -> Position:
+        """Go on from the newest checkpoint, and hand in the reports that were under way when it was written."""
+        answer = self._answer
+        found = expected(
+            self._checkpoints,
+            job_id=answer.job_id,
+            last_step=answer.last_step,
+            published_version=answer.published_version,
+        )
+        if found is None:
+            return Position()
+        progress = found.progress
+        trainer.restore(TrainerState(progress.step, dict(found.weights), dict(found.optimizer)))
+        torch.random.set_rng_state(found.rng)
+        log.info("resuming from step %d", progress.step)
+        for report in progress.steps:
+            self._buffer.note([*report.trained, *(d.work_item for d in report.dropped)])
+            self._outbox.put(report)
+        for evaluation in progress.evals:
+            self._outbox.put(evaluation)
+        # Only then does the index leave out what these steps consumed.
+        self._outbox.flush(_FLUSH_S)
+        return Position(evaluated=progress.evaluated, active_s=progress.active_s, last_publish=progress.step)
+
+    def _open(self, parts: Parts) -> tuple[RelaySink, Publisher]:
+        sink = RelaySink(
+            self._settings.work_dir,
+            job_id=self._answer.job_id,
+            relay_token=self._answer.relay_token,
+            host=self._settings.learner_relay_host,
+            uplink_bytes_per_s=self._settings.learner_uplink_bytes_per_s,
+            objects=self._objects,
+            assets=parts.assets,
+        )
+        sink.start()
+        self._sink = sink
+        self._publisher = Publisher(sink, self._checkpoints, self._outbox, self._directives)
+        self._publisher.start()
+        return sink, self._publisher
+
+    def _publish_current(
+        self, parts: Parts, sink: RelaySink, publisher: Publisher, position: Position, loop: Loop
+    ) -> int:
+        """Serve v_step, or the newer version that was published before a checkpoint was lost; its payload bytes.
+
+        A version never changes, so what was published under a number is not published again from other weights.
+        """
+        step = parts.trainer.steps
+        newest = max(self._answer.published_version or 0, sink.newest or 0)
+        version = step if step >= newest else newest
+        position.published = version
+        if version == step or sink.newest == version:
+            state = parts.trainer.state()
+            fresh = loop.checkpoint(state) if position.evaluated < 0 and step == 0 else None
+            publisher.submit(Save(version, state.weights, fresh))
+            publisher.flush(_FLUSH_S)
+            self._outbox.flush(_FLUSH_S)
+        else:
+            log.warning("v%d is published but not on this machine; nodes pull it from the object store", version)
+        return 2 * sum(t.numel() for t in unique_weights(parts.loaded.model).values())
+
+    def _loop(self, parts: Parts, publisher: Publisher, position: Position) -> Loop:
+        return Loop(
+            self._answer.spec,
+            self._answer.job_id,
+            trainer=parts.trainer,
+            evaluate=parts.evaluator.run,
+            eval_prompts=parts.evaluator.prompts,
+            buffer=self._buffer,
+            publisher=publisher,
+            outbox=self._outbox,
+            directives=self._directives,
+            status=self._status,
+            position=position,
+            extra_metrics=lambda: counted(self._inbox.invalid) if self._inbox else {},
+        )
+
+    def _follow(self, parts: Parts) -> None:
+        # Its own tokenizer: one object of the library may not be used by two threads at once.
+        tokenizer = copy.deepcopy(parts.loaded.tokenizer)
+        spec = self._answer.spec
+        reader = GroupReader(
+            self._objects,
+            lambda index: encode_prompt(tokenizer, parts.task.train(index)),
+            group_size=spec.batch.group_size,
+            max_tokens=spec.sampling.max_tokens,
+            vocabulary=parts.loaded.model.get_input_embeddings().num_embeddings,
+        )
+        self._inbox = Inbox(self._control, reader, self._buffer, self._directives)
+        self._inbox.start()
+
+    def _finish(self, parts: Parts, publisher: Publisher, loop: Loop, ending: Ending) -> None:
+        """Final evaluation, checkpoint, the model as a Hugging Face folder in the store, the last word."""
+        self._status.set("finishing", parts.trainer.steps)
+        loop.evaluate(final=True)
+        self._status.set("finishing", parts.trainer.steps)
+        publisher.flush(_FLUSH_S)
+        save(self._checkpoints, loop.checkpoint())
+        prefix = f"jobs/{self._answer.job_id}/final/"
+        put_final(self._objects, prefix, parts.loaded, self._settings.work_dir / "final")
+        self._outbox.flush(_FLUSH_S)
+        status = "succeeded" if ending.kind == "succeeded" else "finished"
+        self._control.done(Done(status=status, reason=ending.reason, step=parts.trainer.steps, final_prefix=prefix))
+
+
+def failure(error: Exception) -> str:
+    """A reason that a user can act on, at most 2000 characters."""
+    if isinstance(error, EchoError):
+        return error.detail[:2000]
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the learner's device is out of memory; lower learner.micro_batch_tokens"
+    return f"the learner's disk: {error}"[:2000]
+
+
+def prepare(answer: StartAnswer, settings: LearnerSettings) -> Parts:
+    """Load model and task, check that they go together, and measure a step. Raises BadInput, LearnerError."""
+    spec = answer.spec
+    task = load_task(spec.task, spec.seed)
+    if task.train_size < 1 or task.heldout_size < 1:
+        raise BadInput(
+            f"{task.name} has {task.train_size} training and {task.heldout_size} held-out prompts; raise size"
+        )
+    loaded = load(resolve(spec.model, settings.cache))
+    prompts = [encode_prompt(loaded.tokenizer, task.train(i)) for i in range(min(_REHEARSAL_PROMPTS, task.train_size))]
+    check_lengths(loaded.model, max(len(p) for p in prompts), spec.sampling.max_tokens)
+    trainer = GRPOTrainer(loaded.model, spec)
+    prior = trainer.rehearse(spec.rollouts_per_step, prompts, spec.sampling.max_tokens)
+    evaluator = Evaluator(loaded.model, loaded.tokenizer, task, spec)
+    return Parts(loaded, task, trainer, evaluator, assets(loaded.folder), prior)
+
+
+def put_assets(objects: ObjectStore, job_id: str, folder: Path, found: list[AssetInfo]) -> None:
+    """Put config and tokenizer under `jobs/{job}/model/`."""
+    for asset in found:
+        objects.put_file(f"jobs/{job_id}/model/{asset.path}", folder / asset.path)
+
+
+def put_final(objects: ObjectStore, prefix: str, loaded: LoadedModel, folder: Path) -> None:
+    """Save the trained model as a folder that `from_pretrained` opens and put its files under `prefix`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    for path in sorted(folder.iterdir()):
+        objects.put_file(prefix + path.name, path)
+
+
+def main(job_id: str | None = None) -> int:
+    """Entry of `python -m app.learner` and `echo2 learner`; the exit code."""
+    from transformers.utils.logging import disable_progress_bar
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    disable_progress_bar()
+    try:
+        settings = load_settings(job_id)
+    except BadInput as error:
+        log.error("%s", error.detail)
+        return 2
+    return run(settings)

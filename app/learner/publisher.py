@@ -1,0 +1,162 @@
+"""Checkpoints and snapshots, beside the training.
+
+Invariant: a version is on disk as a checkpoint before anybody can pull it (unless the job asked for fewer
+checkpoints), and it is announced only when the relay can serve it. The training step pays for one copy of the tensors.
+
+Newest wins: if a publish is still running when the next is due, the new one takes the place of the one that waits.
+The learner never waits for a disk or an uplink, no more than two copies are held, and nodes get the freshest version
+that can be had; what it costs is a version number that nobody sees. The alternative, holding the step back, would
+turn a slow disk into idle time of the learner.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from app.learner.checkpoints import Checkpoint, save
+from app.learner.outbox import Directives, Outbox
+from app.protocol.errors import EchoError, LearnerError, Unavailable
+from app.protocol.learner import Published
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A version that the relay serves."""
+
+    version: int
+    bytes: int
+    chunks: int
+    relay_url: str
+
+
+class SnapshotSink(Protocol):
+    """Where versions go."""
+
+    def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> Announcement:
+        """Make a version available to nodes at once. The same version again is harmless."""
+        ...
+
+    def upload(self, version: int) -> None:
+        """Put it into the object store. Raises Unavailable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Tensors that are nobody else's any more. `version` None: checkpoint only; `checkpoint` None: publish only."""
+
+    version: int | None
+    weights: Mapping[str, torch.Tensor]
+    checkpoint: Checkpoint | None
+
+
+class Publisher:
+    """A thread that works off what `submit` gives it."""
+
+    def __init__(
+        self,
+        sink: SnapshotSink,
+        checkpoints: Path,
+        outbox: Outbox,
+        directives: Directives,
+        *,
+        save_checkpoint: Callable[[Path, Checkpoint], object] = save,
+    ) -> None:
+        self._sink = sink
+        self._checkpoints = checkpoints
+        self._outbox = outbox
+        self._directives = directives
+        self._save = save_checkpoint
+        self._waiting: Save | None = None
+        self._busy = False
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self.skipped = 0
+        """Versions that a newer one replaced before they were published."""
+        self.upload_failures = 0
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def submit(self, job: Save) -> None:
+        """Queue a copy; one that still waits is replaced, but for the half that the new one doesn't bring."""
+        with self._changed:
+            old = self._waiting
+            if old is not None:
+                self.skipped += old.version is not None and job.version is not None
+                if job.version is None and old.version is not None:
+                    job = Save(old.version, old.weights, job.checkpoint)
+                elif job.checkpoint is None:
+                    job = Save(job.version, job.weights, old.checkpoint)
+            self._waiting = job
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until nothing is queued or running. Raises the failure of a thread, LearnerError after `timeout_s`."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: (self._waiting is None and not self._busy) or self._stopped, timeout_s
+            )
+        self._directives.current()
+        if not done:
+            raise LearnerError(f"a publish was not finished within {timeout_s:.0f} s")
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Begin nothing more; waits up to `timeout_s` for what runs."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._stopped, 60)
+                if self._stopped:
+                    return
+                job, self._waiting = self._waiting, None
+                self._busy = job is not None
+            try:
+                if job is not None:
+                    self._do(job)
+            except EchoError as error:
+                self._directives.fail(error)
+                self._stopped = True
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _do(self, job: Save) -> None:
+        if job.checkpoint is not None:
+            self._save(self._checkpoints, job.checkpoint)
+        if job.version is None:
+            return
+        made = self._sink.publish(job.version, job.weights)
+        self._outbox.put(_published(made, stored=False))
+        try:
+            self._sink.upload(job.version)
+        except Unavailable as error:
+            # Nodes still pull from the relay; the next version is tried again, and `stored` stays false for this one.
+            self.upload_failures += 1
+            log.warning("v%d is not in the object store: %s", job.version, error.detail)
+            return
+        self._outbox.put(_published(made, stored=True))
+
+
+def _published(made: Announcement, *, stored: bool) -> Published:
+    return Published(
+        version=made.version, bytes=made.bytes, chunks=made.chunks, relay_url=made.relay_url, stored=stored
+    )

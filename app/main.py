@@ -1,0 +1,216 @@
+"""Composes the control service. No logic.
+
+Invariant: every part gets its collaborators here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI
+from sqlalchemy import func, select
+
+from app import __version__
+from app.api import fleet, health, hooks, jobs, keys, learner, middleware, nodes, objects, problems
+from app.api.deps import Services
+from app.api.security import API_KEY, hash_key, new_key
+from app.fleet.controller import Controller
+from app.fleet.core import Core, Secrets
+from app.fleet.jobs import Jobs
+from app.fleet.learning import Learning
+from app.fleet.leases import Leases
+from app.fleet.lifecycle import Lifecycle
+from app.fleet.market import Market
+from app.fleet.metrics import Metrics
+from app.fleet.nodes import Nodes
+from app.fleet.reconcile import Reconciler
+from app.fleet.scheduler import Loop
+from app.fleet.supervisor import Supervisor
+from app.fleet.views import Views
+from app.fleet.work import Work
+from app.settings import Settings, require_providers
+from app.storage.database import Database
+from app.storage.models import ApiKey
+from app.storage.stores import open_store
+from app.tasks.registry import check_task
+from providers.base import Provider
+from providers.vastai import VastAI
+
+log = logging.getLogger("echo2")
+
+HOOK_LIMIT = 256 << 10
+COMMIT_LIMIT = 4 << 20
+
+Announce = Callable[[str], None]
+"""Shows a secret to whoever started the service, once; never goes to a log."""
+
+
+def load_secret(settings: Settings) -> bytes:
+    """The key that tokens are derived from: the setting's, or one made once and kept in the state folder."""
+    if settings.secret_key is not None:
+        return settings.secret_key.get_secret_value().encode()
+    path = settings.state_dir / "secret"
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        temp = path.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temp, path)
+    return path.read_text().strip().encode()
+
+
+def marketplace_key(settings: Settings) -> str:
+    """Key of the embedded marketplace: the setting's, or one derived from this service's secret."""
+    if settings.marketplace_api_key is not None:
+        return settings.marketplace_api_key.get_secret_value()
+    return Secrets(load_secret(settings)).derive("marketplace", "")
+
+
+def open_providers(settings: Settings, metrics: Metrics) -> dict[str, Provider]:
+    """The adapters that the settings name. Raises SettingsError for an unknown one, or one without its key."""
+    require_providers(settings, ("marketplace", "vastai"))
+    out: dict[str, Provider] = {}
+    for name in settings.providers:
+        if name == "marketplace":
+            out[name] = VastAI(
+                name,
+                settings.marketplace_url,
+                marketplace_key(settings),
+                interval_scale=0.0,
+                on_request=metrics.provider_request,
+            )
+        elif settings.vastai_api_key is not None:
+            key = settings.vastai_api_key.get_secret_value()
+            out[name] = VastAI(name, settings.vastai_url, key, on_request=metrics.provider_request)
+    return out
+
+
+def build_services(
+    settings: Settings,
+    *,
+    providers: Mapping[str, Provider] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Services:
+    """All services on one core."""
+    metrics = Metrics()
+    secret = Secrets(load_secret(settings))
+    core = Core(
+        db=Database(settings.database_url),
+        settings=settings,
+        providers=providers if providers is not None else open_providers(settings, metrics),
+        objects=open_store(
+            settings.object_store_url,
+            endpoint_url=settings.s3_endpoint_url,
+            public_url=settings.public_url,
+            signing_key=secret.signing_key(),
+        ),
+        secrets=secret,
+        clock=clock,
+        metrics=metrics,
+        started_at=clock(),
+    )
+    leases, market, work = Leases(core), Market(core), Work(core)
+    node_service = Nodes(core, leases)
+    lifecycle = Lifecycle(core, node_service, Supervisor(core))
+    controller = Controller(core, market, leases, node_service, work, lifecycle)
+    reconciler = Reconciler(core, leases)
+    return Services(
+        core=core,
+        jobs=Jobs(core, lifecycle, check_task),
+        nodes=node_service,
+        work=work,
+        learning=Learning(core),
+        market=market,
+        controller=controller,
+        reconciler=reconciler,
+        loop=Loop(core, controller, leases, reconciler),
+        views=Views(core),
+    )
+
+
+async def ensure_admin_key(svc: Services, announce: Announce) -> None:
+    """The admin key of the settings; or, at the first start without one, a new one that is shown once."""
+    configured = svc.core.settings.admin_key
+    async with svc.core.db.write() as session:
+        if configured is None:
+            if await session.scalar(select(func.count()).select_from(ApiKey)):
+                return
+            key = new_key(API_KEY)
+        else:
+            key = configured.get_secret_value()
+            known = (await session.scalars(select(ApiKey).where(ApiKey.key_hash == hash_key(key)))).first()
+            if known is not None:
+                return
+        session.add(
+            ApiKey(
+                id="key_" + secrets.token_hex(6),
+                name="admin",
+                key_hash=hash_key(key),
+                admin=True,
+                created_at=svc.core.clock(),
+            )
+        )
+    if configured is None:
+        announce(key)
+
+
+def create_app(
+    settings: Settings, *, services: Services | None = None, announce: Announce = lambda key: None, loop: bool = True
+) -> FastAPI:
+    """The HTTP application. With `loop` False nothing ticks: tests drive the rounds themselves."""
+    svc = services or build_services(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await svc.core.db.migrate()
+        await ensure_admin_key(svc, announce)
+        if loop:
+            await svc.loop.start()
+        try:
+            yield
+        finally:
+            await svc.loop.stop()
+            for provider in svc.core.providers.values():
+                await provider.aclose()
+            await svc.core.db.close()
+
+    app = FastAPI(
+        title="Echo2",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url="/docs" if settings.docs_enabled else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if settings.docs_enabled else None,
+    )
+    app.state.services = svc
+    problems.install(app)
+    middleware.install(app, limit_for=_limit(settings))
+    for module in (jobs, fleet, hooks, nodes, learner, objects, keys, health):
+        app.include_router(module.router)
+    return app
+
+
+def _limit(settings: Settings) -> middleware.LimitFor:
+    def limit(method: str, path: str) -> int | None:
+        if path.startswith("/v1/objects/"):
+            return settings.max_upload_bytes
+        if path.startswith("/v1/hooks/"):
+            return HOOK_LIMIT
+        return COMMIT_LIMIT if "/learner/" in path or path.endswith("/trajectories") else None
+
+    return limit
+
+
+def state_folder(settings: Settings) -> Path:
+    """The state folder, made if it is not there."""
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    return settings.state_dir

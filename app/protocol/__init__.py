@@ -1,0 +1,1 @@
+"""The messages that control service, learner and agent exchange. Imports nothing of ours."""

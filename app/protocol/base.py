@@ -1,0 +1,53 @@
+"""Common ground of all messages: strict models, money as text, time.
+
+Invariant: money is an integer of micro-dollars inside and a decimal string with six places in JSON; a message with a
+field that we don't know is an error.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
+
+from pydantic import BaseModel, ConfigDict
+
+MICROS_PER_USD = 1_000_000
+
+
+class Strict(BaseModel):
+    """A message: unknown fields are refused, instances don't change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Lenient(BaseModel):
+    """An answer that later versions may extend: unknown fields are ignored by older readers."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+def usd(micros: int) -> str:
+    """Micro-dollars as a decimal string with six places: 1234567 → "1.234567"."""
+    sign, value = ("-", -micros) if micros < 0 else ("", micros)
+    return f"{sign}{value // MICROS_PER_USD}.{value % MICROS_PER_USD:06d}"
+
+
+def micros(value: str | int | float | Decimal) -> int:
+    """Dollars as micro-dollars, rounded half up. Raises ValueError on anything that is not a finite amount."""
+    try:
+        amount = Decimal(str(value))
+    except InvalidOperation as error:
+        raise ValueError(f"{value!r} is not an amount of dollars") from error
+    if not amount.is_finite():
+        raise ValueError(f"{value!r} is not a finite amount of dollars")
+    return int((amount * MICROS_PER_USD).to_integral_value(rounding=ROUND_HALF_UP))
+
+
+def utcnow() -> datetime:
+    """Now, timezone-aware, UTC."""
+    return datetime.now(UTC)
+
+
+def rfc3339(moment: datetime) -> str:
+    """A moment as RFC 3339 in UTC with a Z."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,198 @@
+"""A job as a user posts it.
+
+Invariant: a JobSpec that validates is one that could run; what only running can tell (does the model load, does the
+task know its parameters) fails the job before any node is rented.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from enum import StrEnum
+from typing import Literal, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from app.protocol.base import Strict, micros
+
+
+class JobStatus(StrEnum):
+    """Life of a job. The last four are final."""
+
+    PENDING = "pending"
+    """The learner starts: it loads the model and the task and publishes v0. Nothing is rented."""
+    PROVISIONING = "provisioning"
+    """Nodes are being rented; no step has been trained yet."""
+    RUNNING = "running"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    """Checkpoint, then give every node back."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    BUDGET_EXHAUSTED = "budget_exhausted"
+
+    @property
+    def final(self) -> bool:
+        """Whether the job is over."""
+        return self in FINAL_STATUSES
+
+
+FINAL_STATUSES = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.BUDGET_EXHAUSTED})
+
+
+class TaskSpec(Strict):
+    """Which data plane plug-in, with what parameters."""
+
+    name: str = Field(min_length=1, max_length=200)
+    params: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class StopSpec(Strict):
+    """When to stop; whichever comes first."""
+
+    steps: int | None = Field(default=100, ge=1)
+    target_reward: float | None = None
+    """Held-out reward at which the job is done."""
+    max_hours: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _some_end(self) -> Self:
+        if self.steps is None and self.target_reward is None and self.max_hours is None:
+            raise ValueError("give at least one of steps, target_reward, max_hours")
+        return self
+
+
+class BatchSpec(Strict):
+    """One learner step consumes `prompts` × `group_size` rollouts."""
+
+    prompts: int = Field(default=32, ge=1, le=100_000)
+    group_size: int = Field(default=8, ge=2, le=1024)
+
+
+class SamplingSpec(Strict):
+    """How nodes sample. Log-probs are those of the distribution sampled from."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    top_p: float = 1.0
+    max_tokens: int = Field(default=1024, ge=1, le=1_000_000)
+
+    @field_validator("top_p")
+    @classmethod
+    def _unbiased(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError("must be 1.0: a truncated distribution biases the importance ratio")
+        return value
+
+
+class LearnerSpec(Strict):
+    """Learning plane: where it runs and how it optimises."""
+
+    placement: Literal["local"] = "local"
+    learning_rate: float = Field(default=1e-6, gt=0, lt=1)
+    warmup_steps: int = Field(default=5, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    micro_batch_tokens: int = Field(default=16_384, ge=1)
+    """Padded tokens in one forward/backward pass."""
+    eval_every: int = Field(default=20, ge=1)
+    eval_prompts: int = Field(default=512, ge=1)
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; default: at every publish, so that no published version can be lost."""
+
+
+class FleetSpec(Strict):
+    """What may be rented."""
+
+    providers: list[str] = Field(default_factory=list)
+    """Empty: every provider that the service has."""
+    gpu_names: list[str] = Field(default_factory=list)
+    max_price_per_hour: Decimal | None = Field(default=None, gt=0)
+    min_reliability: float = Field(default=0.9, ge=0, le=1)
+    interruptible: bool = True
+    max_nodes: int = Field(default=8, ge=1, le=10_000)
+    disk_gb: float = Field(default=16.0, ge=8)
+
+
+class JobSpec(Strict):
+    """`POST /v1/jobs`. Only `model`, `task` and `budget_usd` are required."""
+
+    name: str = Field(default="", max_length=200)
+    model: str = Field(min_length=1, max_length=500)
+    """`tiny`, a Hugging Face id (`org/name`) or a local folder with a config.json."""
+    task: TaskSpec
+    budget_usd: Decimal
+    stop: StopSpec = StopSpec()
+    staleness_budget: int = Field(default=3, ge=1, le=1000)
+    """S: a rollout sampled under v_x may be trained on at step t only if t − x ≤ S."""
+    publish_period: int | None = Field(default=None, ge=1)
+    """κ; default max(1, S − 1)."""
+    safety_factor: float = Field(default=1.1, ge=1, le=10)
+    """γ."""
+    batch: BatchSpec = BatchSpec()
+    sampling: SamplingSpec = SamplingSpec()
+    learner: LearnerSpec = LearnerSpec()
+    fleet: FleetSpec = FleetSpec()
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    notify_url: str | None = Field(default=None, max_length=2000)
+
+    @field_validator("budget_usd")
+    @classmethod
+    def _positive(cls, value: Decimal) -> Decimal:
+        if not value.is_finite() or micros(value) <= 0:
+            raise ValueError("must be more than 0 dollars")
+        if value > 10_000_000:
+            raise ValueError("must be at most 10000000 dollars")
+        return value
+
+    @model_validator(mode="after")
+    def _publish_period_fits(self) -> Self:
+        limit = max(1, self.staleness_budget - 1)
+        if self.publish_period is not None and self.publish_period > limit:
+            raise ValueError(
+                f"publish_period {self.publish_period} must be at most max(1, staleness_budget - 1) = {limit}"
+            )
+        return self
+
+    @property
+    def kappa(self) -> int:
+        """κ, the publish period in learner steps (paper §3: default S − 1)."""
+        return self.publish_period or max(1, self.staleness_budget - 1)
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """R."""
+        return self.batch.prompts * self.batch.group_size
+
+    @property
+    def budget_micros(self) -> int:
+        """The budget in micro-dollars."""
+        return micros(self.budget_usd)
+
+
+class JobPatch(Strict):
+    """`PATCH /v1/jobs/{id}`: what may change while the job runs."""
+
+    budget_usd: Decimal | None = Field(default=None, gt=0, le=10_000_000)
+    staleness_budget: int | None = Field(default=None, ge=1, le=1000)
+    fleet: FleetPatch | None = None
+
+
+class FleetPatch(Strict):
+    """The part of the fleet that may change while the job runs."""
+
+    max_nodes: int = Field(ge=1, le=10_000)
+
+
+class SpotSelector(Strict):
+    """Which offers a spot price is for: all given must match, `{}` matches the provider."""
+
+    machine_id: int | str | None = None
+    offer_id: int | str | None = None
+    gpu_name: str | None = None
+    instance_type: str | None = None
+    region: str | None = None
+    zone: str | None = None
+
+
+JobPatch.model_rebuild()

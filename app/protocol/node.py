@@ -1,0 +1,211 @@
+"""What a rollout agent and the control service say to each other.
+
+All paths are under `/v1`. An agent joins with a one-time join token and from then on uses its node token, which opens
+only `/v1/nodes/{its own id}/…`.
+
+| call | body → answer |
+|---|---|
+| `POST /nodes/join` (join token) | JoinRequest → JoinAnswer |
+| `POST /nodes/{id}/heartbeat` | Heartbeat → Directives |
+| `POST /nodes/{id}/work` | WorkRequest → WorkAnswer (waits up to `wait_s` for admission) |
+| `POST /nodes/{id}/trajectories` | CommitRequest → CommitAnswer; problem `trajectory_refused` when refused |
+| `GET /nodes/{id}/snapshots/{version}?first=&count=` | → SnapshotUrls, the object-store path |
+| `POST /nodes/{id}/reports` | Report (a lying upstream, a fault) → 204 |
+| `POST /nodes/{id}/leave` | Leave → 204 |
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from app.protocol.base import Lenient, Strict
+from app.protocol.job import SamplingSpec, TaskSpec
+
+
+class NodeState(StrEnum):
+    """joining → warming (fetching a snapshot) → active ↔ draining → gone; lost after missed heartbeats."""
+
+    JOINING = "joining"
+    WARMING = "warming"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    GONE = "gone"
+    LOST = "lost"
+
+
+class JoinRequest(Strict):
+    """First words of a node."""
+
+    agent_version: str = Field(max_length=50)
+    engine: str = Field(max_length=50)
+    gpu_name: str = Field(default="", max_length=200)
+    relay_url: str | None = Field(default=None, max_length=500)
+    """Where peers reach this node's relay; None if the machine has no open port."""
+
+
+class AssetRef(Lenient):
+    """A small immutable file that goes with the model: config, tokenizer."""
+
+    path: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    size: int
+    blake3: str
+    url: str
+    """Presigned GET."""
+
+
+class Upstream(Lenient):
+    """Where to pull snapshots from, in order of preference."""
+
+    kind: Literal["learner", "peer", "store"]
+    url: str = ""
+    """Base URL of a relay; empty for the store."""
+    node_id: str = ""
+
+
+class Directives(Lenient):
+    """What the control service wants of a node; the whole truth each time, not a difference."""
+
+    upstreams: list[Upstream]
+    target_version: int | None
+    """The newest published version; None before v0."""
+    drain: bool = False
+    shutdown: bool = False
+    """The lease is over: end the process."""
+    lease_expires_in_s: float
+    heartbeat_interval_s: float
+    reason: str = ""
+
+
+class JoinAnswer(Lenient):
+    """Everything that a node needs, and nothing else."""
+
+    node_id: str
+    node_token: str
+    job_id: str
+    task: TaskSpec
+    sampling: SamplingSpec
+    group_size: int
+    seed: int
+    assets: list[AssetRef]
+    manifest_public_key: str
+    """Ed25519, hex: the only key whose manifests this node may install."""
+    relay_token: str
+    """Bearer that peers of this job show to each other's relays."""
+    uplink_bytes_per_s: float | None
+    """Pace of this node's relay; None when unknown."""
+    max_upload_bytes: int
+    directives: Directives
+
+
+class BroadcastProgress(Strict):
+    """How far the download of the next version is."""
+
+    version: int
+    bytes_have: int
+    bytes_total: int
+    source: Literal["learner", "peer", "store"] | None = None
+
+
+class Heartbeat(Strict):
+    """State of a node. Counters are totals since join; rates are smoothed by the node."""
+
+    state: NodeState
+    policy_version: int | None
+    rollouts_per_s: float | None = Field(default=None, ge=0)
+    """Rollouts per second of generating time: what the node can do, waiting for work not counted."""
+    tokens_per_s: float | None = Field(default=None, ge=0)
+    busy_share: float | None = Field(default=None, ge=0, le=1)
+    in_flight: int = Field(default=0, ge=0)
+    bytes_down: int = Field(default=0, ge=0)
+    """All bytes received, any source."""
+    bytes_up: int = Field(default=0, ge=0)
+    bytes_from: dict[Literal["learner", "peer", "store"], int] = Field(default_factory=dict)
+    """Snapshot payload bytes received, by source."""
+    bytes_relayed: int = Field(default=0, ge=0)
+    """Snapshot payload bytes served to peers."""
+    upstream: str = Field(default="", max_length=200)
+    """Node id (or `learner`, `store`) that it pulls from now."""
+    progress: BroadcastProgress | None = None
+    errors: dict[str, int] = Field(default_factory=dict)
+    detail: str = Field(default="", max_length=500)
+
+
+class WorkRequest(Strict):
+    """Ask for up to `max_items` groups."""
+
+    max_items: int = Field(ge=1, le=1024)
+    policy_version: int = Field(ge=0)
+    """The version that the rollouts will be sampled under."""
+    wait_s: float = Field(default=10, ge=0, le=30)
+
+
+class WorkItem(Lenient):
+    """One prompt × group size, leased to one node until `deadline_s` from now."""
+
+    id: str
+    prompt_index: int
+    group_size: int
+    seed: int
+    deadline_s: float
+
+
+class UploadSlot(Lenient):
+    """Where to PUT the trajectories of this work."""
+
+    key: str
+    url: str
+    headers: dict[str, str] = Field(default_factory=dict)
+
+
+class WorkAnswer(Lenient):
+    """Leased items, or none with the reason why the node waits."""
+
+    items: list[WorkItem]
+    upload: UploadSlot | None = None
+    reason: str = ""
+
+
+class CommitRequest(Strict):
+    """A file that was put, by reference."""
+
+    key: str = Field(max_length=500)
+    size: int = Field(ge=1)
+    blake3: str = Field(pattern=r"^[0-9a-f]{64}$")
+    work_items: list[str] = Field(min_length=1, max_length=4096)
+
+
+class CommitAnswer(Lenient):
+    """What was accepted. `late` items were already answered by someone else or are over the staleness budget."""
+
+    accepted: list[str]
+    late: list[str] = Field(default_factory=list)
+
+
+class SnapshotUrls(Lenient):
+    """Presigned GETs of a version in the object store."""
+
+    version: int
+    manifest_url: str
+    chunk_urls: dict[int, str]
+    """Chunk number → URL, for the chunks asked for."""
+
+
+class Report(Strict):
+    """A fault that the node saw: `upstream_lied` (hash mismatch), `upstream_stalled`, `engine_error`, `task_error`."""
+
+    kind: Literal["upstream_lied", "upstream_stalled", "engine_error", "task_error"]
+    subject: str = Field(default="", max_length=200)
+    """Node id of the upstream, or what failed."""
+    version: int | None = None
+    detail: str = Field(default="", max_length=1000)
+
+
+class Leave(Strict):
+    """The node's last word."""
+
+    reason: str = Field(max_length=500)
+    unfinished: list[str] = Field(default_factory=list, max_length=4096)
+    """Work items that it hands back."""

@@ -1,0 +1,188 @@
+"""The trajectory file: Parquet, one row a rollout, whole groups only.
+
+Invariant: a table that `read_table` returns has exactly the schema, finite log-probs ≤ 0, one log-prob per completion
+token, version spans that cover the completion, and per work item exactly `group_size` rows with sample indices
+0 … group_size − 1. Nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from app.protocol.errors import Refused
+
+SCHEMA = pa.schema(
+    [
+        pa.field("work_item", pa.string(), nullable=False),
+        pa.field("prompt_index", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("span_versions", pa.list_(pa.int32()), nullable=False),
+        pa.field("span_starts", pa.list_(pa.int32()), nullable=False),
+        pa.field("reward", pa.float32(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+    ],
+    metadata={b"echo2.trajectory": b"1"},
+)
+FINISH_REASONS = frozenset({"stop", "length"})
+MAX_LOGPROB = 1e-4
+"""A log-prob is at most 0; this much is granted to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled completion.
+
+    `completion_ids` includes the end-of-sequence token when `finish_reason` is `stop`. `logprobs[i]` is the natural
+    log-probability of `completion_ids[i]` under the distribution that it was sampled from. `span_versions[j]` is the
+    policy version of the tokens from `span_starts[j]` up to the next start; `span_starts[0]` is 0.
+    """
+
+    work_item: str
+    prompt_index: int
+    sample_index: int
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    logprobs: Sequence[float]
+    span_versions: Sequence[int]
+    span_starts: Sequence[int]
+    reward: float
+    finish_reason: str
+
+    @property
+    def oldest_version(self) -> int:
+        """The version that staleness counts from."""
+        return min(self.span_versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the control side knows about a work item that a file answers."""
+
+    prompt_index: int
+    group_size: int
+
+
+def encode(rollouts: Sequence[Rollout]) -> bytes:
+    """Rollouts as a Parquet file."""
+    columns = {name: [getattr(r, name) for r in rollouts] for name in SCHEMA.names}
+    table = pa.Table.from_pydict(columns, schema=SCHEMA)
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=["work_item", "finish_reason"])
+    return sink.getvalue()
+
+
+def read_table(data: bytes, *, max_rows: int = 1_000_000) -> pa.Table:
+    """Open a file and check it against SCHEMA. Raises Refused: `truncated`, `schema`, `too_many_rows`."""
+    try:
+        file = pq.ParquetFile(io.BytesIO(data))
+        rows = file.metadata.num_rows
+        if rows > max_rows:
+            raise Refused("too_many_rows", f"the file has {rows} rows, at most {max_rows} are accepted")
+        found = file.schema_arrow
+        if found.names != SCHEMA.names or any(found.field(n).type != SCHEMA.field(n).type for n in SCHEMA.names):
+            raise Refused("schema", f"columns are {found.names}; expected {SCHEMA.names} with the documented types")
+        table = file.read()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise Refused("truncated", f"not a readable Parquet file: {error}"[:300]) from error
+    if table.num_rows == 0:
+        raise Refused("schema", "the file has no rows")
+    if any(table.column(n).null_count for n in SCHEMA.names):
+        raise Refused("schema", "the file has nulls")
+    return table
+
+
+def validate(table: pa.Table, expected: Mapping[str, Expected], *, newest_version: int, max_tokens: int) -> None:
+    """Hold a table against what was leased. Raises Refused with the reason.
+
+    Reasons: `foreign_work_item`, `incomplete_group`, `wrong_prompt`, `lengths`, `logprobs`, `future_version`,
+    `versions`, `finish_reason`, `reward`.
+    """
+    _check_groups(table, expected)
+    _check_tokens(table, max_tokens)
+    _check_versions(table, newest_version)
+    if not set(table.column("finish_reason").unique().to_pylist()) <= FINISH_REASONS:
+        raise Refused("finish_reason", f"finish_reason must be one of {sorted(FINISH_REASONS)}")
+    if not np.isfinite(table.column("reward").to_numpy()).all():
+        raise Refused("reward", "a reward is not finite")
+
+
+def _check_groups(table: pa.Table, expected: Mapping[str, Expected]) -> None:
+    seen: dict[str, list[int]] = {}
+    rows = zip(
+        table.column("work_item").to_pylist(),
+        table.column("sample_index").to_pylist(),
+        table.column("prompt_index").to_pylist(),
+        strict=True,
+    )
+    for item, sample, prompt in rows:
+        if item not in expected:
+            raise Refused("foreign_work_item", f"work item {item} is not leased to this node")
+        if prompt != expected[item].prompt_index:
+            raise Refused("wrong_prompt", f"work item {item} is for prompt {expected[item].prompt_index}, not {prompt}")
+        seen.setdefault(item, []).append(sample)
+    for item, want in expected.items():
+        if sorted(seen.get(item, [])) != list(range(want.group_size)):
+            raise Refused("incomplete_group", f"work item {item} needs samples 0…{want.group_size - 1} once each")
+
+
+def _lengths(table: pa.Table, column: str) -> np.ndarray:
+    return np.asarray(table.column(column).combine_chunks().value_lengths())
+
+
+def _flat(table: pa.Table, column: str) -> np.ndarray:
+    return np.asarray(table.column(column).combine_chunks().flatten())
+
+
+def _check_tokens(table: pa.Table, max_tokens: int) -> None:
+    tokens = _lengths(table, "completion_ids")
+    if (tokens < 1).any() or (tokens > max_tokens).any():
+        raise Refused("lengths", f"completions must have 1…{max_tokens} tokens")
+    if (_lengths(table, "prompt_ids") < 1).any():
+        raise Refused("lengths", "a prompt is empty")
+    if (_lengths(table, "logprobs") != tokens).any():
+        raise Refused("lengths", "there must be one log-prob per completion token")
+    if (_flat(table, "completion_ids") < 0).any() or (_flat(table, "prompt_ids") < 0).any():
+        raise Refused("lengths", "token ids must not be negative")
+    logprobs = _flat(table, "logprobs")
+    if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
+        raise Refused("logprobs", "log-probs must be finite and at most 0")
+
+
+def _check_versions(table: pa.Table, newest_version: int) -> None:
+    counts = _lengths(table, "span_versions")
+    if (counts < 1).any() or (counts != _lengths(table, "span_starts")).any():
+        raise Refused("versions", "span_versions and span_starts must be equally long and not empty")
+    versions = _flat(table, "span_versions")
+    if (versions < 0).any():
+        raise Refused("versions", "versions must not be negative")
+    if (versions > newest_version).any():
+        raise Refused("future_version", f"version {versions.max()} is newer than the published {newest_version}")
+    tokens = _lengths(table, "completion_ids")
+    for starts, total in zip(table.column("span_starts").to_pylist(), tokens.tolist(), strict=True):
+        if starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)) or starts[-1] >= total:
+            raise Refused("versions", "span_starts must begin at 0, grow, and lie inside the completion")
+
+
+def oldest_versions(table: pa.Table) -> dict[str, int]:
+    """Work item → oldest version of any of its tokens."""
+    oldest: dict[str, int] = {}
+    for item, spans in zip(
+        table.column("work_item").to_pylist(), table.column("span_versions").to_pylist(), strict=True
+    ):
+        oldest[item] = min(min(spans), oldest.get(item, spans[0]))
+    return oldest
+
+
+def rollouts(table: pa.Table) -> list[Rollout]:
+    """All rows as Rollout, in file order."""
+    return [Rollout(**row) for row in table.to_pylist()]

@@ -1,0 +1,72 @@
+"""The agent as a process.
+
+Invariant: exit status 0: ended in order; 1: a fault, or it never got to work. Nothing secret is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+
+import httpx
+
+from app.protocol.errors import EchoError
+from app.rollout_agent.agent import Agent
+from app.rollout_agent.config import AgentSettings, load_settings, relay_address, self_destruct
+from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.engines.registry import choose_device, gpu_name, make_engine
+from app.rollout_agent.lifecycle import Ending
+
+log = logging.getLogger(__name__)
+
+
+def run_agent() -> int:
+    """Run one node until it ends; settings come from the environment. Returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # At INFO it logs every URL, and presigned ones are secrets.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        settings = load_settings()
+        engine = make_engine(settings)
+        ending = asyncio.run(_run(settings, engine))
+    except EchoError as error:
+        log.error("%s", error.detail)
+        return 1
+    log.log(logging.ERROR if ending.code else logging.INFO, "ended: %s", ending.reason)
+    _leave_stuck_threads(ending.code)
+    return ending.code
+
+
+async def _run(settings: AgentSettings, engine: Engine) -> Ending:
+    async with httpx.AsyncClient() as http:
+        agent = Agent(
+            settings,
+            engine,
+            http,
+            relay=relay_address(settings.relay_port, os.environ),
+            self_destruct=self_destruct(os.environ),
+            gpu_name=gpu_name() if choose_device(settings.device) == "cuda" else "",
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, agent.stop)
+        return await agent.run()
+
+
+def _leave_stuck_threads(code: int) -> None:
+    """End at once if a thread hangs (in a task's reward): the interpreter would wait for it on a paid machine."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(timeout=1.0)
+            if thread.is_alive():
+                log.error("thread %s hangs; leaving it", thread.name)
+                logging.shutdown()
+                os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(run_agent())

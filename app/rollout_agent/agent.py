@@ -1,0 +1,223 @@
+"""One node's life: join, warm up, work, end.
+
+Invariant: whatever happens, the agent ends with one `Ending`: it has handed back what it did not finish (if the control
+service can hear it), stopped its relay and its engine, and, if its lease is over and it can, ended its machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+
+from app import __version__
+from app.protocol.errors import EchoError, Gone, Unauthorized, Unavailable
+from app.protocol.node import Directives, Heartbeat, JoinAnswer, JoinRequest, Leave
+from app.rollout_agent.client import NodeClient, Unreached
+from app.rollout_agent.config import AgentSettings, RelayAddress, SelfDestruct
+from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.lifecycle import Ending, LeaseWatch, ending_of, join_ending
+from app.rollout_agent.node import Node
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+"""After a signal: so long to deliver what is finished."""
+LEAVE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 10.0
+HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 0.05, 60.0
+
+
+class Agent:
+    """Composes one node from its parts and sees to its end. `http` is the caller's to close."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        engine: Engine,
+        http: httpx.AsyncClient,
+        *,
+        relay: RelayAddress,
+        self_destruct: SelfDestruct | None = None,
+        gpu_name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._http = http
+        self._relay = relay
+        self._self_destruct = self_destruct
+        self._gpu_name = gpu_name
+        self._clock = clock
+        self._client = NodeClient(settings.control_url, http)
+        self._ending: asyncio.Future[Ending] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._kick = asyncio.Event()
+        self._node: Node | None = None
+        self._unreachable = False
+
+    async def run(self) -> Ending:
+        """Live and end. Never raises for what the outside does."""
+        self._ending = asyncio.get_running_loop().create_future()
+        join = asyncio.create_task(self._join())
+        first: set[asyncio.Future[Any]] = {join, self._ending}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if not join.done():
+            join.cancel()
+            return await self._ending
+        try:
+            sent_at, joined = join.result()
+        except EchoError as error:
+            return join_ending(error)
+        log.info("joined as %s for job %s", joined.node_id, joined.job_id)
+        watch = LeaseWatch.start(self._settings.orphan_timeout_s, sent_at, joined.directives)
+        node = Node(self._settings, joined, self._client, self._engine, self._relay, self._kick.set, self._clock)
+        self._node = node
+        self._spawn(self._beat(node, watch), "heartbeat")
+        self._spawn(self._watch(watch), "lease watch")
+        self._spawn(self._serve(node), "node")
+        self._obey(node, joined.directives)
+        ending = await self._ending
+        await self._wind_up(node, ending)
+        return ending
+
+    def stop(self) -> None:
+        """A signal: drain for a moment, then leave."""
+        if self._node is None:
+            self._end(Ending("stopped by a signal before the join", reachable=False))
+            return
+        self._node.drain("stopped by a signal")
+        asyncio.get_running_loop().call_later(STOP_GRACE_S, self._end, Ending("stopped by a signal"))
+
+    async def _join(self) -> tuple[float, JoinAnswer]:
+        """When the join was sent, and its answer. Goes on while the control service can't even be reached."""
+        request = JoinRequest(
+            agent_version=__version__,
+            engine=self._settings.engine,
+            gpu_name=self._gpu_name[:200],
+            relay_url=self._relay.public_url,
+        )
+        give_up = self._clock() + self._settings.orphan_timeout_s
+        while True:
+            sent_at = self._clock()
+            try:
+                return sent_at, await self._client.join(request, self._settings.join_token.get_secret_value())
+            except Unreached as error:
+                if self._clock() > give_up:
+                    raise
+                log.warning("can't join yet: %s", error.detail)
+
+    async def _serve(self, node: Node) -> None:
+        await node.run()
+        self._end(Ending(node.drain_reason or "drained"))
+
+    async def _beat(self, node: Node, watch: LeaseWatch) -> None:
+        interval_s = node.directives.heartbeat_interval_s
+        while True:
+            try:
+                async with asyncio.timeout(min(HEARTBEAT_MAX_S, max(HEARTBEAT_MIN_S, interval_s))):
+                    await self._kick.wait()
+            except TimeoutError:
+                log.debug("heartbeat is due")
+            self._kick.clear()
+            sent_at = self._clock()
+            directives = await self._heartbeat(node.heartbeat(sent_at))
+            if directives is not None:
+                watch.contact(sent_at, directives)
+                interval_s = directives.heartbeat_interval_s
+                self._obey(node, directives)
+
+    async def _heartbeat(self, beat: Heartbeat) -> Directives | None:
+        """One heartbeat; None when it was not answered properly. Raises Gone, Unauthorized."""
+        try:
+            directives = await self._client.heartbeat(beat)
+        except (Gone, Unauthorized):
+            raise
+        except EchoError as error:
+            if not self._unreachable or not isinstance(error, Unavailable):
+                log.warning("heartbeat failed: %s", error.detail)
+            self._unreachable = True
+            return None
+        if self._unreachable:
+            log.info("the control service answers again")
+        self._unreachable = False
+        return directives
+
+    def _obey(self, node: Node, directives: Directives) -> None:
+        node.directed(directives)
+        if directives.shutdown:
+            self._end(Ending(f"told to shut down: {directives.reason}".rstrip(": ")))
+        elif directives.drain:
+            node.drain(f"told to drain: {directives.reason}".rstrip(": "))
+
+    async def _watch(self, watch: LeaseWatch) -> None:
+        while True:
+            ending = watch.ending(self._clock())
+            if ending is not None:
+                self._end(ending)
+                return
+            await asyncio.sleep(watch.next_check_s(self._clock()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            return
+        if not isinstance(error, EchoError):
+            log.error("%s failed", task.get_name(), exc_info=error)
+        self._end(ending_of(error, task.get_name()))
+
+    def _end(self, ending: Ending) -> None:
+        """The first ending counts."""
+        if self._ending is not None and not self._ending.done():
+            log.info("ending: %s", ending.reason)
+            self._ending.set_result(ending)
+
+    async def _wind_up(self, node: Node, ending: Ending) -> None:
+        self._engine.interrupt()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if ending.reachable:
+            await self._leave(Leave(reason=ending.reason[:500], unfinished=node.unfinished()[:4096]))
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await node.close()
+        except TimeoutError:
+            log.warning("the node's parts did not stop within %g s", CLOSE_TIMEOUT_S)
+        if ending.destroy and self._self_destruct is not None:
+            await destroy_machine(self._http, self._self_destruct)
+
+    async def _leave(self, leave: Leave) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self._client.leave(leave)
+        except (EchoError, TimeoutError) as error:
+            log.warning("leaving was not heard: %s", getattr(error, "detail", "timeout"))
+
+
+async def destroy_machine(http: httpx.AsyncClient, machine: SelfDestruct) -> None:
+    """End the rented machine that this process runs on; it may not live to see the answer."""
+    url = f"{machine.url}/api/v0/instances/{machine.instance}/"
+    log.warning("ending this machine, instance %s", machine.instance)
+    for _ in range(3):
+        try:
+            response = await http.delete(
+                url, headers={"Authorization": f"Bearer {machine.key}"}, timeout=httpx.Timeout(15.0, connect=5.0)
+            )
+        except httpx.HTTPError as error:
+            log.warning("ending the machine failed: %s", type(error).__name__)
+            continue
+        if response.is_success or response.status_code in (404, 410):
+            return
+        log.warning("ending the machine failed: HTTP %d", response.status_code)

@@ -1,0 +1,262 @@
+"""The node's calls to the control service and the object store.
+
+Invariant: every call has a timeout; only calls that may safely happen twice are repeated; an answer that is not a
+success becomes one of the errors of `app.protocol.errors`; no token and no presigned URL gets into a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from app.protocol import errors
+from app.protocol.errors import EchoError, FieldError, Refused, Unavailable
+from app.protocol.node import (
+    CommitAnswer,
+    CommitRequest,
+    Directives,
+    Heartbeat,
+    JoinAnswer,
+    JoinRequest,
+    Leave,
+    Report,
+    SnapshotUrls,
+    UploadSlot,
+    WorkAnswer,
+    WorkRequest,
+)
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT = httpx.Timeout(10.0, connect=5.0)
+TRANSFER_TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+LONG_POLL_MARGIN_S = 10.0
+RETRIES = 4
+BACKOFF_S, BACKOFF_MAX_S = 0.25, 5.0
+
+_BY_CODE: dict[str, type[EchoError]] = {
+    kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EchoError)
+}
+_BY_STATUS: dict[int, type[EchoError]] = {
+    400: errors.Malformed,
+    401: errors.Unauthorized,
+    403: errors.Forbidden,
+    404: errors.NotFound,
+    409: errors.Conflict,
+    410: errors.Gone,
+    413: errors.TooLarge,
+    422: errors.BadInput,
+    429: errors.Unavailable,
+    502: errors.Unavailable,
+    503: errors.Unavailable,
+    504: errors.Unavailable,
+}
+
+Answer = TypeVar("Answer", bound=BaseModel)
+Got = TypeVar("Got")
+
+
+class NodeClient:
+    """Calls under `{control_url}/v1/nodes`. Counts payload bytes in both directions.
+
+    Raises Unavailable when the other side can't be reached or fails, else the error that it answered with. `http` is
+    the caller's to close.
+    """
+
+    def __init__(
+        self,
+        control_url: str,
+        http: httpx.AsyncClient,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._base = f"{control_url.rstrip('/')}/v1/nodes"
+        self._http = http
+        self._sleep = sleep
+        self._jitter = jitter
+        self._node_id = ""
+        self._headers: dict[str, str] = {}
+        self.bytes_up = 0
+        self.bytes_down = 0
+
+    async def join(self, request: JoinRequest, join_token: str) -> JoinAnswer:
+        """Trade the one-time token for a node token, which all later calls use.
+
+        A lost answer is not asked for again: the token would be found used. A connection that never came about is.
+        """
+        headers = {"Authorization": f"Bearer {join_token}"}
+        answer = await self._repeat(
+            lambda: self._json("POST", "/join", JoinAnswer, request, headers=headers), repeatable=_never_sent
+        )
+        self._node_id = answer.node_id
+        self._headers = {"Authorization": f"Bearer {answer.node_token}"}
+        return answer
+
+    async def heartbeat(self, beat: Heartbeat) -> Directives:
+        """One heartbeat; the next one is its retry."""
+        return await self._json("POST", self._own("/heartbeat"), Directives, beat)
+
+    async def work(self, request: WorkRequest) -> WorkAnswer:
+        """Long poll for work. Not repeated here: a lost answer may have leased items."""
+        timeout = httpx.Timeout(request.wait_s + LONG_POLL_MARGIN_S, connect=5.0)
+        return await self._json("POST", self._own("/work"), WorkAnswer, request, timeout=timeout)
+
+    async def put(self, slot: UploadSlot, data: bytes) -> None:
+        """Put a file into its slot (same key, same bytes: may happen twice)."""
+        await self._repeat(lambda: self._put(slot, data))
+
+    async def commit(self, request: CommitRequest) -> CommitAnswer:
+        """Commit a file that was put; idempotent by key. Raises Refused when the file can't be accepted."""
+        return await self._repeat(lambda: self._json("POST", self._own("/trajectories"), CommitAnswer, request))
+
+    async def snapshot_urls(self, version: int, first: int, count: int) -> SnapshotUrls:
+        """Presigned URLs of a version's manifest and chunks."""
+        path = self._own(f"/snapshots/{version}")
+        query: dict[str, str | int] = {"first": first, "count": count}
+        return await self._repeat(lambda: self._json("GET", path, SnapshotUrls, None, params=query))
+
+    async def report(self, report: Report) -> None:
+        """Tell of a fault."""
+        await self._repeat(lambda: self._send("POST", self._own("/reports"), report))
+
+    async def leave(self, leave: Leave) -> None:
+        """The last word."""
+        await self._repeat(lambda: self._send("POST", self._own("/leave"), leave))
+
+    async def download(self, url: str, max_bytes: int) -> bytes:
+        """Get a small presigned object. Raises TooLarge when it exceeds `max_bytes`."""
+        return await self._repeat(lambda: self._download(url, max_bytes))
+
+    def _own(self, path: str) -> str:
+        return f"/{self._node_id}{path}"
+
+    async def _repeat(
+        self, call: Callable[[], Awaitable[Got]], repeatable: Callable[[Unavailable], bool] = lambda _: True
+    ) -> Got:
+        """Call until it answers, at most RETRIES more times, with growing jittered pauses."""
+        for attempt in range(RETRIES):
+            try:
+                return await call()
+            except Unavailable as error:
+                if not repeatable(error):
+                    raise
+                await self._sleep(backoff(attempt, self._jitter()))
+        return await call()
+
+    async def _json(self, method: str, path: str, kind: type[Answer], body: BaseModel | None, **options: Any) -> Answer:
+        response = await self._send(method, path, body, **options)
+        try:
+            return kind.model_validate_json(response.content)
+        except ValidationError as error:
+            fields = [".".join(map(str, e["loc"])) for e in error.errors()][:5]
+            raise Unavailable(f"the control service's answer to {kind.__name__} can't be read: {fields}") from error
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None,
+        *,
+        headers: dict[str, str] | None = None,
+        params: dict[str, str | int] | None = None,
+        timeout: httpx.Timeout = CALL_TIMEOUT,
+    ) -> httpx.Response:
+        content = b"" if body is None else body.model_dump_json().encode()
+        sent = {**(self._headers if headers is None else headers), "Content-Type": "application/json"}
+        response = await _reach(
+            self._http.request(
+                method, self._base + path, content=content, headers=sent, params=params, timeout=timeout
+            ),
+            "the control service",
+        )
+        self.bytes_up += len(content)
+        self.bytes_down += len(response.content)
+        if not response.is_success:
+            raise error_of(response)
+        return response
+
+    async def _put(self, slot: UploadSlot, data: bytes) -> None:
+        response = await _reach(
+            self._http.put(slot.url, content=data, headers=slot.headers, timeout=TRANSFER_TIMEOUT), "the object store"
+        )
+        self.bytes_up += len(data)
+        if not response.is_success:
+            raise error_of(response)
+
+    async def _download(self, url: str, max_bytes: int) -> bytes:
+        async with asyncio.timeout(TRANSFER_TIMEOUT.read):
+            return await _reach(self._stream(url, max_bytes), "the object store")
+
+    async def _stream(self, url: str, max_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        async with self._http.stream("GET", url, timeout=TRANSFER_TIMEOUT) as response:
+            if not response.is_success:
+                await response.aread()
+                raise error_of(response)
+            async for part in response.aiter_bytes():
+                size += len(part)
+                self.bytes_down += len(part)
+                if size > max_bytes:
+                    raise errors.TooLarge(f"the object is larger than the {max_bytes} bytes that were announced")
+                parts.append(part)
+        return b"".join(parts)
+
+
+class Unreached(Unavailable):
+    """No connection came about: the request was certainly not seen."""
+
+    code = "unreached"
+
+
+def _never_sent(error: Unavailable) -> bool:
+    return isinstance(error, Unreached)
+
+
+async def _reach(call: Awaitable[Got], whom: str) -> Got:
+    """Await an HTTP call; what goes wrong below HTTP becomes Unavailable, without URL."""
+    try:
+        return await call
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+        raise Unreached(f"{whom} can't be reached ({type(error).__name__})") from error
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise Unavailable(f"{whom} does not answer ({type(error).__name__})") from error
+
+
+def backoff(attempt: int, jitter: float) -> float:
+    """Seconds before repeat number `attempt` (from 0): doubles up to a limit, then drawn from its upper half."""
+    full = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(attempt, 10))
+    return full * (0.5 + 0.5 * jitter)
+
+
+def error_of(response: httpx.Response) -> EchoError:
+    """The error that an `application/problem+json` answer stands for; without one, by the status."""
+    problem = _problem(response)
+    detail = str(problem.get("detail") or problem.get("title") or f"HTTP {response.status_code}")[:1000]
+    code = str(problem.get("code") or str(problem.get("type", "")).replace(":", "/").rsplit("/", 1)[-1])
+    if code == Refused.code:
+        return Refused(str(problem.get("reason") or "unknown"), detail)
+    default = Unavailable if response.status_code >= 500 else errors.BadInput
+    kind = _BY_CODE.get(code.replace("-", "_")) or _BY_STATUS.get(response.status_code, default)
+    if response.status_code >= 500:
+        kind = Unavailable
+    fields = problem.get("errors")
+    listed = [f for f in fields if isinstance(f, dict)] if isinstance(fields, list) else []
+    return kind(detail, errors=[FieldError(str(f.get("pointer", "")), str(f.get("detail", ""))) for f in listed])
+
+
+def _problem(response: httpx.Response) -> dict[str, Any]:
+    if not response.headers.get("content-type", "").startswith("application/problem+json"):
+        return {}
+    try:
+        found = response.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,109 @@
+"""Settings of an agent, all from its environment.
+
+Invariant: the join token is the only secret among them, and no repr or log shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, HttpUrl, SecretStr, TypeAdapter, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.protocol.errors import BadInput
+
+_URL = TypeAdapter(HttpUrl)
+
+
+class AgentSettings(BaseSettings):
+    """`ECHO2_*` variables that an agent reads."""
+
+    model_config = SettingsConfigDict(env_prefix="ECHO2_", extra="ignore", frozen=True)
+
+    control_url: str
+    """Base URL of the control service, without `/v1`."""
+    join_token: SecretStr
+    """One-time token; of no use after the join."""
+    engine: str = "transformers"
+    relay_port: int = Field(default=7070, ge=1, le=65_535)
+    """Port of the relay inside the machine or container."""
+    agent_dir: Path = Path("echo2-agent")
+    """Work folder: model files and the newest snapshots."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    sim_tokens_per_s: float | None = Field(default=None, gt=0)
+    """Slow the engine down to this many completion tokens a second: a simulated machine."""
+    orphan_timeout_s: float = Field(default=900.0, gt=0)
+    """End when the control service has been unreachable for so long."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine; default 1 on a CPU, PyTorch's own choice on a GPU."""
+
+    @field_validator("control_url")
+    @classmethod
+    def _http_url(cls, value: str) -> str:
+        try:
+            _URL.validate_python(value)
+        except ValidationError:
+            raise ValueError("must be an http(s) URL such as https://echo2.example.org") from None
+        return value.rstrip("/")
+
+
+def load_settings() -> AgentSettings:
+    """Settings from the environment. Raises BadInput with one line that names every wrong variable."""
+    try:
+        return AgentSettings()
+    except ValidationError as error:
+        wrong = "; ".join(f"ECHO2_{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors())
+        raise BadInput(wrong) from None
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAddress:
+    """Where the relay binds and how peers reach it; `public_url` None: nobody can, so the node is a leaf."""
+
+    host: str
+    port: int
+    public_url: str | None
+
+
+def relay_address(port: int, env: Mapping[str, str]) -> RelayAddress:
+    """The relay's addresses by the conventions of the marketplaces.
+
+    `ECHO2_BIND_{port}` names the port to bind instead (machines that are processes on one computer, so only on
+    loopback); `PUBLIC_IPADDR` and `VAST_TCP_PORT_{port}` are vast.ai's names of the machine's public side. Raises
+    BadInput if one of them is not what it should be.
+    """
+    mapped = env.get(f"ECHO2_BIND_{port}")
+    public_ip, public_port = env.get("PUBLIC_IPADDR"), env.get(f"VAST_TCP_PORT_{port}")
+    public_url = None
+    if public_ip and public_port:
+        host = f"[{public_ip}]" if ":" in public_ip else public_ip
+        public_url = f"http://{host}:{_port(f'VAST_TCP_PORT_{port}', public_port)}"
+    if mapped:
+        return RelayAddress("127.0.0.1", _port(f"ECHO2_BIND_{port}", mapped), public_url)
+    return RelayAddress("0.0.0.0", port, public_url)
+
+
+def _port(name: str, value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= 65_535:
+        raise BadInput(f"{name} is {value[:20]!r}, expected a port number from 1 to 65535")
+    return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfDestruct:
+    """How a vast.ai machine ends its own rental: `DELETE {url}/api/v0/instances/{instance}/`."""
+
+    url: str
+    instance: str
+    key: str = field(repr=False)
+
+
+def self_destruct(env: Mapping[str, str]) -> SelfDestruct | None:
+    """The machine's own means to end itself; None where the environment has none."""
+    url, instance, key = env.get("ECHO2_VAST_URL"), env.get("CONTAINER_ID"), env.get("CONTAINER_API_KEY")
+    if not (url and instance and key):
+        return None
+    return SelfDestruct(url.rstrip("/"), instance, key)

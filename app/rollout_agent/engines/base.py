@@ -1,0 +1,119 @@
+"""What the agent asks of an inference engine.
+
+Invariant: an engine samples whole batches under exactly one policy version; `install` either puts a new version in
+force or leaves everything as it was. All calls but `interrupt` come from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from app.protocol.errors import IntegrityError, Unavailable
+from app.protocol.job import SamplingSpec
+from app.snapshots.manifest import Manifest
+
+STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+
+class Interrupted(Unavailable):
+    """`interrupt` was called while a batch was generated; the batch is lost."""
+
+    code = "interrupted"
+    title = "Interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class GenRequest:
+    """One prompt to be sampled `n` times. `seed` makes the group reproducible."""
+
+    prompt_ids: Sequence[int]
+    n: int
+    seed: int
+    sampling: SamplingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sample.
+
+    `token_ids` includes the end-of-sequence token when `finish_reason` is `stop`; `logprobs[i]` is the natural
+    log-probability of `token_ids[i]` under the distribution that it was drawn from (temperature applied).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class Engine(Protocol):
+    """Samples completions of token ids. Not thread-safe, `interrupt` excepted."""
+
+    @property
+    def version(self) -> int | None:
+        """Installed policy version; None before the first `install`."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (Hugging Face interface), once `load` has run."""
+        ...
+
+    def load(self, model_dir: Path) -> None:
+        """Prepare model and tokenizer from config and tokenizer files, without weights. Raises BadInput."""
+        ...
+
+    def install(self, payload: Path, manifest: Manifest, version: int) -> None:
+        """Put the weights of a verified snapshot in force. Raises IntegrityError, and then nothing has changed."""
+        ...
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
+        """Sample; the answer holds the first request's `n` completions, then the second's, and so on.
+
+        Raises BadInput (unusable request), Unavailable (no version installed), Interrupted.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Make a running or later `generate` raise Interrupted soon. May be called from any thread; final."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        ...
+
+
+def unique_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict with tied tensors kept once, under the name that comes first (how snapshots store them)."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    unique: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        identity = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and identity in seen:
+            continue
+        seen.add(identity)
+        unique[name] = tensor
+    return unique
+
+
+def check_layout(manifest: Manifest, expected: Mapping[str, Sequence[int]]) -> None:
+    """Hold a manifest's tensors against the model's names and shapes. Raises IntegrityError that names what differs."""
+    found = {entry.name: entry for entry in manifest.tensors}
+    missing = sorted(expected.keys() - found.keys())
+    extra = sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise IntegrityError(
+            f"snapshot v{manifest.version} does not fit the model: missing {missing[:3]}, unexpected {extra[:3]}"
+        )
+    for name, shape in expected.items():
+        entry = found[name]
+        if list(entry.shape) != list(shape):
+            raise IntegrityError(
+                f"snapshot v{manifest.version}: {name} has shape {list(entry.shape)}, the model needs {list(shape)}"
+            )
+        if entry.dtype not in STORED_DTYPES:
+            raise IntegrityError(f"snapshot v{manifest.version}: {name} has dtype {entry.dtype}, not one of BF16, F32")

@@ -1,0 +1,257 @@
+"""Hugging Face causal language models with a key/value-cache loop of our own.
+
+Invariant: the log-prob that is recorded for a token is that of the distribution it was drawn from: softmax of the
+logits over the temperature, nothing cut off. A request's draws come from its own seed, one uniform number per sample
+and position; so a group is the same whatever shares its batch, as far as the logits are. (Padding and batch size
+change the last bits of the logits; a draw that falls on such a bit may differ.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.initialization import no_init_weights
+
+from app.protocol.errors import BadInput, IntegrityError, Unavailable
+from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, check_layout, unique_tensors
+from app.snapshots.codec import decode
+from app.snapshots.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+COMPACT_BELOW = 0.5
+"""When at most this share of the rows still samples, the finished rows leave the batch."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows still in the running batch; `rows[i]` is the output row of batch row i."""
+
+    rows: torch.Tensor
+    limits: torch.Tensor
+    temperatures: torch.Tensor
+    uniforms: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+    done: torch.Tensor
+
+    def select(self, keep: torch.Tensor) -> None:
+        """Keep the batch rows with these indices."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name)[keep])
+
+
+class TransformersEngine:
+    """Engine over `AutoModelForCausalLM`; float32 on a CPU, bfloat16 on a GPU."""
+
+    def __init__(self, *, device: str = "cpu", threads: int | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._device = torch.device(device)
+        self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        self._version: int | None = None
+        self._tokenizer: Any = None
+        self._model: Any = None
+        self._names: frozenset[str] = frozenset()
+        self._weights: dict[str, torch.Tensor] = {}
+        self._eos = torch.empty(0, dtype=torch.long)
+        self._cache_word = "past_key_values"
+        self._interrupted = threading.Event()
+
+    @property
+    def version(self) -> int | None:
+        """Installed policy version."""
+        return self._version
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that `load` opened."""
+        return self._tokenizer
+
+    def load(self, model_dir: Path) -> None:
+        """Build the model without weights. Code that comes with a model is never run. Raises BadInput."""
+        try:
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+            self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
+            # Skipping the initialisation has skipped this too.
+            model.tie_weights()
+        except (OSError, ValueError, KeyError) as error:
+            raise BadInput(f"the model files do not make a causal language model: {error}"[:500]) from error
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        state = self._model.state_dict()
+        self._names, self._weights = frozenset(state), unique_tensors(state)
+        self._eos = torch.tensor(_eos_ids(model.generation_config, config, self._tokenizer), device=self._device)
+        if "cache" in inspect.signature(type(model).forward).parameters:
+            self._cache_word = "cache"
+
+    def install(self, payload: Path, manifest: Manifest, version: int) -> None:
+        """Read and check everything aside, then copy into the model. Raises IntegrityError; then nothing changed."""
+        check_layout(manifest, {name: tuple(tensor.shape) for name, tensor in self._weights.items()})
+        try:
+            state = decode(payload)
+        except (OSError, ValueError) as error:
+            raise IntegrityError(f"the payload of snapshot v{version} can't be read: {error}"[:500]) from error
+        wrong = [n for n, t in self._weights.items() if n not in state or state[n].shape != t.shape]
+        wrong += sorted(state.keys() - self._names)
+        if wrong:
+            raise IntegrityError(f"the payload of snapshot v{version} is not what its manifest says: {wrong[:3]}")
+        staged = {name: state[name].to(self._dtype) for name in self._weights}
+        with torch.inference_mode():
+            for name, tensor in staged.items():
+                self._weights[name].copy_(tensor)
+        self._version = version
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
+        """Sample all requests as one batch."""
+        if self._version is None:
+            raise Unavailable("no policy version is installed yet")
+        self._check(requests)
+        with torch.inference_mode():
+            tokens, logprobs, limits = self._sample(requests)
+        return _completions(tokens, logprobs, limits, self._eos.cpu().numpy())
+
+    def interrupt(self) -> None:
+        """End a running `generate` at its next token."""
+        self._interrupted.set()
+
+    def close(self) -> None:
+        """Drop model and weights."""
+        self._model = None
+        self._weights = {}
+        self._version = None
+
+    def _check(self, requests: Sequence[GenRequest]) -> None:
+        if not requests:
+            raise BadInput("generate needs at least one request")
+        vocabulary = self._model.config.get_text_config().vocab_size
+        for request in requests:
+            if not request.prompt_ids or request.n < 1:
+                raise BadInput("a request needs a prompt of at least one token and n of at least 1")
+            if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:
+                raise BadInput(f"a prompt has a token outside the model's vocabulary of {vocabulary}")
+
+    def _sample(self, requests: Sequence[GenRequest]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens and log-probs [rows, longest limit], and each row's limit."""
+        cache = DynamicCache(config=self._model.config)
+        logits, batch = self._prefill(requests, cache)
+        rows, longest = len(batch.rows), int(batch.limits.max())
+        limits = batch.limits.cpu().numpy()
+        tokens = torch.zeros(rows, longest, dtype=torch.long, device=self._device)
+        logprobs = torch.zeros(rows, longest, dtype=torch.float32, device=self._device)
+        for step in range(longest):
+            if self._interrupted.is_set():
+                raise Interrupted("generation was interrupted")
+            drawn, their_logprobs = draw(logits, batch.temperatures, batch.uniforms[:, step])
+            tokens[batch.rows, step] = drawn
+            logprobs[batch.rows, step] = their_logprobs
+            batch.done |= torch.isin(drawn, self._eos) | (batch.limits <= step + 1)
+            alive = len(batch.rows) - int(batch.done.sum())
+            if alive == 0:
+                break
+            if alive <= COMPACT_BELOW * len(batch.rows):
+                keep = (~batch.done).nonzero().squeeze(1)
+                batch.select(keep)
+                cache.batch_select_indices(keep)
+                drawn = drawn[keep]
+            logits = self._forward(drawn.unsqueeze(1), batch, cache)
+        return tokens.cpu().numpy(), logprobs.cpu().numpy(), limits
+
+    def _prefill(self, requests: Sequence[GenRequest], cache: Any) -> tuple[torch.Tensor, _Batch]:
+        """Run every prompt once (left-padded) and spread logits and cache over the samples."""
+        width = max(len(r.prompt_ids) for r in requests)
+        ids = torch.zeros(len(requests), width, dtype=torch.long)
+        mask = torch.zeros(len(requests), width, dtype=torch.long)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            mask[row, width - len(request.prompt_ids) :] = 1
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        logits = self._call(ids, mask, positions, cache)
+        counts = torch.tensor([r.n for r in requests])
+        spread = torch.arange(len(requests)).repeat_interleave(counts).to(self._device)
+        cache.batch_select_indices(spread)
+        longest = max(r.sampling.max_tokens for r in requests)
+        limits = torch.tensor([r.sampling.max_tokens for r in requests], device=self._device)
+        temperatures = torch.tensor([r.sampling.temperature for r in requests], device=self._device)
+        batch = _Batch(
+            rows=torch.arange(len(spread), device=self._device),
+            limits=limits[spread],
+            temperatures=temperatures[spread].unsqueeze(1),
+            uniforms=torch.cat([uniforms(r, longest) for r in requests]).to(self._device),
+            mask=mask[spread],
+            positions=positions[spread, -1:],
+            done=torch.zeros(len(spread), dtype=torch.bool, device=self._device),
+        )
+        return logits[spread], batch
+
+    def _forward(self, drawn: torch.Tensor, batch: _Batch, cache: Any) -> torch.Tensor:
+        batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(batch.mask), 1)], dim=1)
+        batch.positions = batch.positions + 1
+        return self._call(drawn, batch.mask, batch.positions, cache)
+
+    def _call(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Logits [rows, vocabulary] of the last position."""
+        answer = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_word: cache},
+        )
+        logits: torch.Tensor = answer.logits[:, -1]
+        return logits
+
+
+def uniforms(request: GenRequest, longest: int) -> torch.Tensor:
+    """The request's random numbers in [0, 1), [n, longest], filled up to its own limit; a function of its seed only."""
+    generator = torch.Generator().manual_seed(request.seed % 2**63)
+    limit = request.sampling.max_tokens
+    numbers = torch.zeros(request.n, longest, dtype=torch.float64)
+    numbers[:, :limit] = torch.rand(request.n, limit, generator=generator, dtype=torch.float64)
+    return numbers
+
+
+def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse-CDF draw. Logits [rows, vocabulary], temperatures [rows, 1], uniform [rows] → tokens, log-probs [rows].
+
+    Sums in float64, so that a large vocabulary does not shift the distribution; a token of probability 0 is not drawn.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperatures, dim=-1)
+    cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    target = (uniform * cdf[:, -1]).unsqueeze(1)
+    tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[-1] - 1)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def _completions(tokens: np.ndarray, logprobs: np.ndarray, limits: np.ndarray, eos: np.ndarray) -> list[Completion]:
+    """Cut every row after its first end-of-sequence token, or at its limit."""
+    ends = np.isin(tokens, eos) & (np.arange(tokens.shape[1]) < limits[:, None])
+    stopped = np.asarray(ends.any(axis=1))
+    lengths = np.where(stopped, ends.argmax(axis=1) + 1, limits)
+    return [
+        Completion(tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if stopped[i] else "length")
+        for i, n in enumerate(lengths.tolist())
+    ]
+
+
+def _eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> list[int]:
+    """All ids that end a completion. Raises BadInput if the model names none."""
+    found: set[int] = set()
+    for value in (getattr(generation_config, "eos_token_id", None), config.eos_token_id, tokenizer.eos_token_id):
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    if not found:
+        raise BadInput("neither config.json nor the tokenizer names an end-of-sequence token")
+    return sorted(found)

@@ -1,0 +1,83 @@
+"""Which leased work is where, and how often things went wrong in a row.
+
+Invariant: every leased item is in exactly one place: in flight (not settled), settled (the control service took or
+refused it, or it is lost), or given up (handed back when the node leaves, if its lease still runs).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from app.protocol.errors import EchoError
+
+log = logging.getLogger(__name__)
+
+MAX_FAULTS = 5
+"""So many faults in a row, with nothing accepted in between, end the node."""
+
+
+class WorkerFault(EchoError):
+    """The node does more harm than good and must end."""
+
+    code = "worker_fault"
+    title = "Worker fault"
+
+
+class WorkLedger:
+    """Work items by id with their deadlines (monotonic seconds), and counted errors."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._in_flight: dict[str, float] = {}
+        self._given_up: dict[str, float] = {}
+        self._faults = 0
+        self.errors: Counter[str] = Counter()
+
+    @property
+    def in_flight(self) -> int:
+        """Number of items leased and not settled."""
+        return len(self._in_flight)
+
+    @property
+    def faults_in_a_row(self) -> int:
+        """Faults since the last accepted work."""
+        return self._faults
+
+    def unfinished(self) -> list[str]:
+        """Items to hand back: still leased to this node, and not settled."""
+        now = self._clock()
+        return [item for item, deadline in {**self._given_up, **self._in_flight}.items() if deadline > now]
+
+    def leased(self, deadlines: Mapping[str, float]) -> None:
+        """These items are now ours, each until its deadline."""
+        self._in_flight.update(deadlines)
+
+    def settled(self, items: Iterable[str]) -> None:
+        """These items are answered, whatever the answer was worth."""
+        for item in items:
+            self._in_flight.pop(item, None)
+
+    def give_up(self, items: Iterable[str]) -> None:
+        """These items will not be answered by this node."""
+        now = self._clock()
+        self._given_up = {item: deadline for item, deadline in self._given_up.items() if deadline > now}
+        for item in items:
+            deadline = self._in_flight.pop(item, None)
+            if deadline is not None:
+                self._given_up[item] = deadline
+
+    def accepted(self, late: int) -> None:
+        """A file was accepted; `late` of its items came too late to count."""
+        self._faults = 0
+        if late:
+            self.errors["late"] += late
+
+    def fault(self, kind: str, detail: str) -> None:
+        """Count a fault. Raises WorkerFault when it is one too many in a row."""
+        self.errors[kind] += 1
+        self._faults += 1
+        log.warning("%s (%d in a row): %s", kind, self._faults, detail)
+        if self._faults >= MAX_FAULTS:
+            raise WorkerFault(f"{self._faults} faults in a row, the last: {kind}: {detail}"[:400])

@@ -1,0 +1,282 @@
+"""A joined node: model files, snapshots, relay and worker, and how it describes itself.
+
+Invariant: the state that a heartbeat shows is true: warming until the first version is installed, active from then,
+draining from the moment it leases nothing more; the version is the one that the next batch is sampled under.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import httpx
+
+from app.protocol.errors import EchoError
+from app.protocol.node import Directives, Heartbeat, JoinAnswer, NodeState, Report
+from app.rollout_agent.assets import fetch_assets
+from app.rollout_agent.batch import TextSide
+from app.rollout_agent.client import NodeClient
+from app.rollout_agent.config import AgentSettings, RelayAddress
+from app.rollout_agent.delivery import Delivery, report_softly
+from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.worker import Worker
+from app.snapshots.puller import Puller, Source
+from app.snapshots.relay import Relay
+from app.snapshots.store import Snapshot, SnapshotStore
+from app.tasks.registry import load_task
+
+log = logging.getLogger(__name__)
+
+SCORE_THREADS = 4
+PULL_TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+
+
+class Node:
+    """Runs one node between join and end. `changed` is called when a heartbeat should go out at once."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        joined: JoinAnswer,
+        client: NodeClient,
+        engine: Engine,
+        relay: RelayAddress,
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._folder = settings.agent_dir
+        self._joined = joined
+        self._client = client
+        self._engine = engine
+        self._relay_address = relay
+        self._changed = changed
+        self._clock = clock
+        self._engine_pool = ThreadPoolExecutor(1, "engine")
+        self._score_pool = ThreadPoolExecutor(min(SCORE_THREADS, os.cpu_count() or 1), "score")
+        self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT)
+        self._ledger = WorkLedger(clock)
+        self._relay: Relay | None = None
+        self._puller: Puller | None = None
+        self._worker: Worker | None = None
+        self._draining = asyncio.Event()
+        self._state = NodeState.JOINING
+        self.directives = joined.directives
+        self.drain_reason = ""
+
+    async def run(self) -> None:
+        """Warm up and work until drained. Raises what ends the node: EchoError, or a fault of its parts."""
+        work = asyncio.create_task(self._live(), name="live")
+        drained = asyncio.create_task(self._draining.wait(), name="drain")
+        try:
+            await asyncio.wait({work, drained}, return_when=asyncio.FIRST_COMPLETED)
+            # A node that has not come to working yet has nothing to deliver.
+            if work.done() or self._worker is not None:
+                await work
+        finally:
+            for task in (work, drained):
+                task.cancel()
+            await asyncio.gather(work, drained, return_exceptions=True)
+
+    def directed(self, directives: Directives) -> None:
+        """Newest directives; the puller looks at them by itself."""
+        if directives.reason and directives.reason != self.directives.reason:
+            log.info("the control service says: %s", directives.reason)
+        self.directives = directives
+
+    def drain(self, reason: str) -> None:
+        """Lease nothing more; `run` ends once what is generated is delivered. A second call changes nothing."""
+        if self._draining.is_set():
+            return
+        log.info("draining: %s", reason)
+        self.drain_reason = reason
+        self._set_state(NodeState.DRAINING)
+        if self._worker is not None:
+            self._worker.drain()
+        self._draining.set()
+
+    def unfinished(self) -> list[str]:
+        """Work items to hand back."""
+        return self._ledger.unfinished()
+
+    def heartbeat(self, now: float) -> Heartbeat:
+        """The node as it is."""
+        meter = self._worker.meter if self._worker is not None else None
+        rates = meter.rates if meter is not None else None
+        puller = self._puller
+        by_kind = puller.bytes_from if puller is not None else {}
+        relayed = self._relay.bytes_served if self._relay is not None else 0
+        current = puller.current if puller is not None else None
+        return Heartbeat(
+            state=self._state,
+            policy_version=self._engine.version,
+            rollouts_per_s=rates.rollouts_per_s if rates is not None else None,
+            tokens_per_s=rates.tokens_per_s if rates is not None else None,
+            busy_share=meter.busy_share(now) if meter is not None else None,
+            in_flight=self._ledger.in_flight,
+            bytes_down=self._client.bytes_down + sum(by_kind.values()),
+            bytes_up=self._client.bytes_up + relayed,
+            bytes_from={
+                "learner": by_kind.get("learner", 0),
+                "peer": by_kind.get("peer", 0),
+                "store": by_kind.get("store", 0),
+            },
+            bytes_relayed=relayed,
+            upstream=(current.node_id or current.kind)[:200] if current is not None else "",
+            progress=puller.progress if puller is not None else None,
+            errors=dict(self._ledger.errors),
+        )
+
+    async def close(self) -> None:
+        """Stop the relay and free the engine. Threads that hang in a task's reward are not waited for."""
+        if self._relay is not None:
+            await self._relay.stop()
+        await self._pull_http.aclose()
+        self._score_pool.shutdown(wait=False, cancel_futures=True)
+        # The engine was interrupted: its thread is free within one token.
+        await asyncio.get_running_loop().run_in_executor(self._engine_pool, self._engine.close)
+        self._engine_pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _live(self) -> None:
+        loop = asyncio.get_running_loop()
+        model = self._folder / "model"
+        loading = asyncio.create_task(asyncio.to_thread(load_task, self._joined.task, self._joined.seed))
+        try:
+            await fetch_assets(self._client, self._joined.assets, model)
+            await loop.run_in_executor(self._engine_pool, self._engine.load, model)
+            text = TextSide(await loading, self._engine.tokenizer)
+        finally:
+            loading.cancel()
+        store = await asyncio.to_thread(
+            SnapshotStore,
+            self._folder / "snapshots",
+            job_id=self._joined.job_id,
+            public_key=self._joined.manifest_public_key,
+        )
+        await self._start_relay(store)
+        puller = self._make_puller(store)
+        worker = self._make_worker(text)
+        self._puller, self._worker = puller, worker
+        if self._draining.is_set():
+            return
+        self._set_state(NodeState.WARMING)
+        pulling = asyncio.create_task(self._pull(store, puller), name="puller")
+        working = asyncio.create_task(worker.run(), name="worker")
+        try:
+            done, _ = await asyncio.wait({pulling, working}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (pulling, working):
+                task.cancel()
+            await asyncio.gather(pulling, working, return_exceptions=True)
+
+    async def _start_relay(self, store: SnapshotStore) -> None:
+        """Serve peers if they can reach this machine; without a relay the node is a leaf."""
+        address = self._relay_address
+        if address.public_url is None:
+            return
+        relay = Relay(
+            store,
+            token=self._joined.relay_token,
+            host=address.host,
+            port=address.port,
+            uplink_bytes_per_s=self._joined.uplink_bytes_per_s,
+        )
+        try:
+            await relay.start()
+        except OSError as error:
+            self._ledger.errors["relay"] += 1
+            log.error("no relay: port %d can't be bound: %s", address.port, error.strerror)
+            return
+        self._relay = relay
+
+    def _make_puller(self, store: SnapshotStore) -> Puller:
+        return Puller(
+            store,
+            token=self._joined.relay_token,
+            sources=self._sources,
+            target=lambda: self.directives.target_version,
+            fetch_urls=self._client.snapshot_urls,
+            on_complete=self._install,
+            on_lie=self._lied,
+            on_stall=self._stalled,
+            client=self._pull_http,
+        )
+
+    def _make_worker(self, text: TextSide) -> Worker:
+        delivery = Delivery(
+            self._client,
+            text,
+            self._ledger,
+            self._score_pool,
+            max_upload_bytes=self._joined.max_upload_bytes,
+            clock=self._clock,
+        )
+        return Worker(
+            self._client,
+            self._engine,
+            text,
+            delivery,
+            self._ledger,
+            sampling=self._joined.sampling,
+            engine_pool=self._engine_pool,
+            target_version=lambda: self.directives.target_version,
+            clock=self._clock,
+        )
+
+    async def _pull(self, store: SnapshotStore, puller: Puller) -> None:
+        found = await asyncio.to_thread(store.latest)
+        if found is not None:
+            with store.pin(found.version):
+                await self._install(found)
+        await puller.run()
+
+    def _sources(self) -> list[Source]:
+        return [Source(kind=u.kind, url=u.url, node_id=u.node_id) for u in self.directives.upstreams]
+
+    async def _install(self, snapshot: Snapshot) -> None:
+        """Install between two batches. A node that can't install even its first version ends."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                self._engine_pool, self._engine.install, snapshot.payload_path, snapshot.manifest, snapshot.version
+            )
+        except (EchoError, RuntimeError) as error:
+            detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
+            log.error("version %d could not be installed: %s", snapshot.version, detail)
+            report = Report(kind="engine_error", subject="install", version=snapshot.version, detail=detail[:1000])
+            await report_softly(self._client, report)
+            self._ledger.fault("install_failed", detail)
+            if self._engine.version is None:
+                raise
+            return
+        log.info("installed version %d", snapshot.version)
+        if self._worker is not None:
+            self._worker.installed()
+        if self._draining.is_set():
+            self._changed()
+        else:
+            self._set_state(NodeState.ACTIVE)
+
+    async def _lied(self, source: Source, version: int, detail: str) -> None:
+        self._ledger.errors["upstream_lied"] += 1
+        await self._report_upstream("upstream_lied", source, version, detail)
+
+    async def _stalled(self, source: Source, version: int, detail: str) -> None:
+        self._ledger.errors["upstream_stalled"] += 1
+        await self._report_upstream("upstream_stalled", source, version, detail)
+
+    async def _report_upstream(
+        self, kind: Literal["upstream_lied", "upstream_stalled"], source: Source, version: int, detail: str
+    ) -> None:
+        subject = (source.node_id or source.kind)[:200]
+        known = version if version >= 0 else None
+        await report_softly(self._client, Report(kind=kind, subject=subject, version=known, detail=detail[:1000]))
+
+    def _set_state(self, state: NodeState) -> None:
+        self._state = state
+        self._changed()

@@ -1,0 +1,331 @@
+"""Every setting, in one place: environment `ECHO2_*`, or a TOML file named by `ECHO2_CONFIG` (the environment wins).
+
+Invariant: a Settings that exists is usable as it stands (folders absolute, defaults filled in, URLs checked), and no
+secret shows in its repr or in an error about it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from app.protocol.errors import BadInput, EchoError
+from app.storage.s3 import parse_s3_url
+from app.storage.stores import parse_folder_url
+
+PREFIX = "ECHO2_"
+CONFIG_VARIABLE = "ECHO2_CONFIG"
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+
+
+class SettingsError(EchoError):
+    """A setting that can't be used. The message is one line that names it and says what it expects."""
+
+    code = "bad_settings"
+    title = "Bad settings"
+
+
+def _http_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        # The library's message can quote what stands where a password would.
+        raise ValueError("is not a URL: its host or port can't be read") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("is not a URL of http or https without query")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("must not hold a user or password")
+    if port == 0:
+        raise ValueError("has a port that can't be reached")
+    return value.rstrip("/")
+
+
+def _database_url(value: str) -> str:
+    scheme, separator, rest = value.partition("://")
+    scheme = {
+        "postgres": "postgresql+asyncpg",
+        "postgresql": "postgresql+asyncpg",
+        "sqlite": "sqlite+aiosqlite",
+    }.get(scheme, scheme)
+    usable = bool(separator) and scheme in ("postgresql+asyncpg", "sqlite+aiosqlite")
+    if not usable or (scheme.startswith("sqlite") and not rest.startswith("/")):
+        raise ValueError("is not a URL of a database that we can use")
+    if scheme.startswith("postgresql") and "?" in rest:
+        address, _, query = rest.partition("?")
+        # libpq's name for it, in most hosted databases' URLs; asyncpg calls the same thing ssl.
+        names = [("ssl" if name == "sslmode" else name, text) for name, text in parse_qsl(query)]
+        rest = f"{address}?{urlencode(names)}"
+    return f"{scheme}://{rest}"
+
+
+def _object_store_url(value: str) -> str:
+    try:
+        parse_s3_url(value) if value.startswith("s3://") else parse_folder_url(value)
+    except BadInput:
+        raise ValueError("is not the URL of an object store") from None
+    return value
+
+
+def _token(value: SecretStr) -> SecretStr:
+    if not re.fullmatch(r"[!-~]+", value.get_secret_value()):
+        raise ValueError("has a space, a control character or a letter outside ASCII")
+    return value
+
+
+def _webhook_secret(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value().removeprefix("whsec_").rstrip("=")
+    try:
+        size = len(base64.b64decode(text + "=" * (-len(text) % 4), validate=True))
+    except (binascii.Error, ValueError):
+        raise ValueError("is not base64") from None
+    if not 24 <= size <= 64:
+        raise ValueError(f"holds {size} bytes")
+    return value
+
+
+def _names(value: object) -> object:
+    """A comma list or a JSON list, as a list."""
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith("["):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        raise ValueError("begins like a JSON list but is none") from None
+
+
+def _absolute(value: Path) -> Path:
+    if "\0" in str(value):
+        raise ValueError("has a zero byte")
+    try:
+        return Path(os.path.abspath(value.expanduser()))
+    except RuntimeError:
+        raise ValueError("names a home folder that does not exist") from None
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+Token = Annotated[SecretStr, AfterValidator(_token)]
+Folder = Annotated[Path, AfterValidator(_absolute)]
+ProviderName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+_URL = "a URL such as https://echo2.example.org"
+_SECONDS = "seconds, above 0 and at most 86400"
+_KEY = "printable ASCII without spaces"
+_BOOL = "true or false"
+
+
+class Settings(BaseSettings):
+    """The settings. `description` is what an error says that the setting expects."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
+    )
+
+    host: str = Field("127.0.0.1", pattern=r"^[A-Za-z0-9.:_-]+$", description="an address or host name to listen on")
+    port: int = Field(8080, ge=1, le=65_535, description="a port, 1…65535")
+    state_dir: Folder = Field(
+        default_factory=lambda: Path(os.path.abspath(".echo2")),
+        description="a folder for the database, the objects and caches of the embedded default",
+    )
+    cache_dir: Folder = Field(
+        default_factory=lambda data: data["state_dir"] / "cache", description="a folder for what can be fetched again"
+    )
+    database_url: Annotated[str, AfterValidator(_database_url)] = Field(
+        default_factory=lambda data: f"sqlite+aiosqlite:///{data['state_dir']}/echo2.db",
+        repr=False,
+        description="postgresql://user:password@host/name or sqlite:////absolute/path.db",
+    )
+    object_store_url: Annotated[str, AfterValidator(_object_store_url)] = Field(
+        default_factory=lambda data: (data["state_dir"] / "objects").as_uri(),
+        description="file:///absolute/path or s3://bucket/prefix",
+    )
+    s3_endpoint_url: HttpUrl | None = Field(None, description=f"{_URL}, for an S3 service other than AWS")
+    public_url: HttpUrl = Field(
+        default_factory=lambda data: _own_url(data["host"], data["port"]),
+        description=f"{_URL}, under which nodes reach this service",
+    )
+    docs_enabled: bool = Field(True, description=f"{_BOOL}: whether /docs and /openapi.json are served")
+    metrics_enabled: bool = Field(True, description=f"{_BOOL}: whether /metrics is served")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="one of debug, info, warning, error"
+    )
+
+    secret_key: Token | None = Field(
+        None, description=f"what tokens are derived from, the same for all replicas; made once if not given, {_KEY}"
+    )
+    admin_key: Token | None = Field(None, description=f"the first key of the REST API, {_KEY}")
+    webhook_secret: Annotated[SecretStr, AfterValidator(_webhook_secret)] | None = Field(
+        None, description="a Standard Webhooks secret: whsec_ and 24…64 random bytes in base64"
+    )
+
+    fleet_id: str = Field(
+        "default",
+        pattern=r"^[a-z0-9][a-z0-9-]{0,31}$",
+        description="1…32 small letters, digits or dashes; it marks our instances in the provider's account",
+    )
+    providers: Annotated[list[ProviderName], NoDecode, BeforeValidator(_names)] = Field(
+        ["marketplace"], min_length=1, description="names of providers with commas between, such as marketplace,vastai"
+    )
+    vastai_url: HttpUrl = Field("https://console.vast.ai", description=_URL)
+    vastai_api_key: Token | None = Field(None, description=f"a vast.ai API key, {_KEY}")
+    marketplace_url: HttpUrl = Field("http://127.0.0.1:8090", description=_URL)
+    marketplace_api_key: Token | None = Field(None, description=f"the local marketplace's key, {_KEY}")
+    marketplace_control: bool = Field(
+        False, description=f"{_BOOL}: whether the local marketplace takes orders to interrupt machines and move prices"
+    )
+
+    tick_seconds: Seconds = Field(10, description=f"time between two rounds of the loop, {_SECONDS}")
+    offer_refresh_seconds: Seconds = Field(30, description=f"age at which offers are read anew, {_SECONDS}")
+    reconcile_seconds: Seconds = Field(60, description=f"time between two looks at a provider's list, {_SECONDS}")
+    heartbeat_seconds: Seconds = Field(10, description=f"time between a node's heartbeats, {_SECONDS}")
+    heartbeat_timeout_seconds: Seconds = Field(
+        30, validate_default=True, description=f"silence after which a node is lost, {_SECONDS}"
+    )
+    join_timeout_seconds: Seconds = Field(600, description=f"time from renting until a node must join, {_SECONDS}")
+    settle_seconds: Seconds = Field(
+        90, description=f"time after which a create call whose outcome is unknown has left nothing behind, {_SECONDS}"
+    )
+    min_lease_seconds: Seconds = Field(
+        120, description=f"time before which no lease is given back for its price or for surplus, {_SECONDS}"
+    )
+    wind_down_seconds: Seconds = Field(
+        120, description=f"time that it takes to end a job in order; its cost is always kept back, {_SECONDS}"
+    )
+    lease_hours: float = Field(
+        6, gt=0, le=720, allow_inf_nan=False, description="hours, above 0 and at most 720, after which a lease ends"
+    )
+
+    agent_image: str = Field(
+        "pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
+        max_length=1024,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$",
+        description="the container image that a rented machine boots, such as python:3.11-slim",
+    )
+    agent_package: str = Field(
+        "echo2[agent]",
+        max_length=1000,
+        pattern=r"^[!-~][ -~]*$",
+        description="a pip requirement, or an address pip can install from, for a bare machine",
+    )
+    agent_engine: str = Field(
+        "transformers", pattern=r"^[a-z][a-z0-9_]{0,31}$", description="the name of the engine that nodes generate with"
+    )
+    learner_relay_host: str = Field(
+        "127.0.0.1",
+        pattern=r"^[A-Za-z0-9.:_-]+$",
+        description="the address that the learner's relay listens on and that nodes reach it at",
+    )
+    learner_uplink_mbps: float = Field(
+        1000, gt=0, le=1_000_000, allow_inf_nan=False, description="Mbit/s that the learner can send"
+    )
+    max_upload_bytes: int = Field(64 << 20, ge=1 << 10, le=1 << 32, description="bytes of one upload, 1024…4294967296")
+
+    @field_validator("heartbeat_timeout_seconds")
+    @classmethod
+    def _after_a_heartbeat(cls, value: float, info: ValidationInfo) -> float:
+        beat = info.data.get("heartbeat_seconds")
+        if beat is not None and value <= beat:
+            raise ValueError(f"must exceed ECHO2_HEARTBEAT_SECONDS, which is {beat:g}")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments win over the environment, and that over the file."""
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_config())
+
+
+def load_settings(**overrides: object) -> Settings:
+    """The settings of this process. `overrides` (from command-line options) win over everything.
+
+    Raises SettingsError, one line, for a value that can't be used, an unknown key of the file, or an unreadable file.
+    """
+    try:
+        return Settings(**overrides)  # type: ignore[arg-type]
+    except ValidationError as error:
+        from_file = (
+            set(_read_config()) - set(overrides) - {n for n in Settings.model_fields if os.environ.get(_name(n))}
+        )
+        # A default that rests on a wrong value can't be made; that says nothing new.
+        lines = [_explain(e, from_file) for e in error.errors() if e["type"] != "default_factory_not_called"]
+        raise SettingsError("; ".join(dict.fromkeys(lines))) from None
+
+
+def require_providers(settings: Settings, known: Collection[str]) -> None:
+    """Hold the named providers against those that exist. Raises SettingsError for an unknown one, or a missing key."""
+    for name in settings.providers:
+        if name not in known:
+            raise SettingsError(f"ECHO2_PROVIDERS: there is no provider {name!r}; expected some of {sorted(known)}")
+    if "vastai" in settings.providers and settings.vastai_api_key is None:
+        raise SettingsError("ECHO2_VASTAI_API_KEY: is not set, but ECHO2_PROVIDERS names vastai; expected its API key")
+
+
+def _own_url(host: str, port: int) -> str:
+    host = _WILDCARDS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _name(field: str) -> str:
+    return PREFIX + field.upper()
+
+
+def _read_config() -> dict[str, Any]:
+    """The file named by ECHO2_CONFIG; nothing if it names none. Raises SettingsError."""
+    path = os.environ.get(CONFIG_VARIABLE)
+    if not path:
+        return {}
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{CONFIG_VARIABLE}: {path!r}: {error.strerror}; expected a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        what = " ".join(str(error).split())
+        raise SettingsError(
+            f"{CONFIG_VARIABLE}: {path!r} is not TOML: {what}; expected lines like port = 8080"
+        ) from None
+    for key in values:
+        if key not in Settings.model_fields:
+            close = difflib.get_close_matches(key, Settings.model_fields, n=1)
+            hint = (
+                f"; did you mean {close[0]!r}?" if close else f"; expected some of {', '.join(Settings.model_fields)}"
+            )
+            raise SettingsError(f"{CONFIG_VARIABLE}: {path!r} has the unknown key {key!r}{hint}")
+    return values
+
+
+def _explain(error: Mapping[str, Any], from_file: Collection[str]) -> str:
+    """One error of pydantic as `ECHO2_X: problem; expected …`, without the value."""
+    field = str(error["loc"][0]) if error["loc"] else ""
+    problem = str(error["msg"]).removeprefix("Value error, ")
+    if field not in Settings.model_fields:
+        return f"{_name(field)}: there is no such setting"
+    where = f" (in {os.environ.get(CONFIG_VARIABLE, '')!r})" if field in from_file else ""
+    expected = Settings.model_fields[field].description
+    return " ".join(f"{_name(field)}{where}: {problem[:1].lower()}{problem[1:]}; expected {expected}".split())

@@ -1,0 +1,72 @@
+"""The wire form of a stream: frames of [u32 leaf index][u32 length][bytes], big-endian.
+
+Invariant: a parser never buffers more than one leaf of the length that the manifest promises: a header that promises
+anything else is refused before its body is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from app.protocol.errors import IntegrityError
+from app.snapshots.manifest import Manifest
+
+HEADER = struct.Struct(">II")
+KEEP_ALIVE = HEADER.pack(0xFFFFFFFF, 0)
+"""Sent by a relay that itself waits for its upstream: alive, but starved."""
+
+
+class LeafParser:
+    """Cuts received bytes into the leaves of a manifest, in order, beginning with leaf `first`.
+
+    With `framed` the bytes are frames (a relay's stream), otherwise bare payload (a chunk of the object store).
+    """
+
+    def __init__(self, manifest: Manifest, first: int, *, framed: bool) -> None:
+        self._manifest = manifest
+        self._next = first
+        self._framed = framed
+        self._in_leaf = not framed
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """The leaves that are whole now. Raises IntegrityError at the first header that isn't the next leaf's."""
+        self._buffer += data
+        while True:
+            if not self._in_leaf and not self._header():
+                return
+            if self._in_leaf:
+                if self._next >= self._manifest.leaves:
+                    if self._buffer:
+                        raise IntegrityError("bytes after the last leaf")
+                    return
+                size = self._manifest.leaf_size(self._next)
+                if len(self._buffer) < size:
+                    return
+                leaf = bytes(self._buffer[:size])
+                del self._buffer[:size]
+                self._in_leaf = not self._framed
+                self._next += 1
+                yield self._next - 1, leaf
+
+    def _header(self) -> bool:
+        """Take a header off the buffer; False when there is none."""
+        if len(self._buffer) < HEADER.size:
+            return False
+        head = bytes(self._buffer[: HEADER.size])
+        del self._buffer[: HEADER.size]
+        if head == KEEP_ALIVE:
+            return True
+        index, size = HEADER.unpack(head)
+        if index != self._next or index >= self._manifest.leaves:
+            raise IntegrityError(f"frame of leaf {index} where leaf {self._next} was due")
+        if size != self._manifest.leaf_size(index):
+            raise IntegrityError(f"frame of {size} bytes for leaf {index}, which has {self._manifest.leaf_size(index)}")
+        self._in_leaf = True
+        return True
+
+
+def frame(n: int, leaf: bytes) -> bytes:
+    """One leaf as a frame."""
+    return HEADER.pack(n, len(leaf)) + leaf

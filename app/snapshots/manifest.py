@@ -1,0 +1,180 @@
+"""The manifest: what a snapshot consists of, signed by the job's key.
+
+Invariant: a Manifest that exists is consistent in itself (leaves cover the payload exactly, tensors lie inside it), and
+one that `verify` returns was signed by the given key for the given job. The signature covers the exact text that
+travels, so that no second implementation has to agree on a canonical JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import AwareDatetime, Field, ValidationError, model_validator
+
+from app.protocol.base import Strict
+from app.protocol.errors import IntegrityError
+
+MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
+MAX_VERSION = 2**31 - 1
+"""Trajectories hold versions as int32."""
+MAX_LEAF_BYTES = 16 * 1024 * 1024
+MAX_CHUNK_BYTES = 1024 * 1024 * 1024
+LEAF_BYTES = 256 * 1024
+CHUNK_BYTES = 16 * 1024 * 1024
+SIGNED_PREFIX = b"echo2 snapshot manifest\n"
+"""Put before the text that is signed: a signature of this key over anything else can't pass for a manifest."""
+DTYPE_BYTES = {"BF16": 2, "F32": 4}
+
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class TensorEntry(Strict):
+    """One tensor: elements row-major at `begin` … `end` (byte offsets in the payload)."""
+
+    name: str = Field(min_length=1, max_length=1000)
+    dtype: Literal["BF16", "F32"]
+    shape: list[Annotated[int, Field(ge=0)]]
+    begin: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _size(self) -> Self:
+        if self.end - self.begin != math.prod(self.shape) * DTYPE_BYTES[self.dtype]:
+            raise ValueError(f"tensor {self.name}: {self.dtype} of shape {self.shape} is not {self.begin}…{self.end}")
+        return self
+
+
+class AssetEntry(Strict):
+    """A small file that goes with the model: config.json, tokenizer.json."""
+
+    path: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    size: int = Field(ge=0)
+    blake3: Hash
+
+
+class Manifest(Strict):
+    """What a version consists of. `leaf_hashes[n]` is blake3 of payload bytes n·leaf_bytes … (n+1)·leaf_bytes."""
+
+    format: Literal[1] = 1
+    job_id: str = Field(min_length=1, max_length=200)
+    version: int = Field(ge=0, le=MAX_VERSION)
+    kind: Literal["full"] = "full"
+    base: int | None = Field(default=None, ge=0, le=MAX_VERSION)
+    codec: Literal["safetensors"] = "safetensors"
+    payload_bytes: int = Field(ge=1, le=2**50)
+    payload_blake3: Hash
+    leaf_bytes: int = Field(default=LEAF_BYTES, ge=1, le=MAX_LEAF_BYTES)
+    chunk_bytes: int = Field(default=CHUNK_BYTES, ge=1, le=MAX_CHUNK_BYTES)
+    leaf_hashes: list[Hash]
+    tensors: list[TensorEntry]
+    assets: list[AssetEntry] = Field(default_factory=list)
+    created_at: AwareDatetime
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.base is not None:
+            raise ValueError("base must be null for a full snapshot")
+        if self.chunk_bytes % self.leaf_bytes:
+            raise ValueError("chunk_bytes must be a multiple of leaf_bytes")
+        if len(self.leaf_hashes) != -(-self.payload_bytes // self.leaf_bytes):
+            raise ValueError(f"{len(self.leaf_hashes)} leaf hashes do not cover {self.payload_bytes} bytes")
+        if len({t.name for t in self.tensors}) != len(self.tensors):
+            raise ValueError("a tensor name occurs twice")
+        if any(t.end > self.payload_bytes for t in self.tensors):
+            raise ValueError("a tensor lies outside the payload")
+        if any(a.end > b.begin for a, b in itertools.pairwise(self.tensors)):
+            raise ValueError("tensors must be in order and must not overlap")
+        return self
+
+    @property
+    def leaves(self) -> int:
+        """Number of leaves."""
+        return len(self.leaf_hashes)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks in the object store."""
+        return -(-self.payload_bytes // self.chunk_bytes)
+
+    @property
+    def leaves_per_chunk(self) -> int:
+        """Leaves in a whole chunk; the last chunk may have fewer."""
+        return self.chunk_bytes // self.leaf_bytes
+
+    def leaf_size(self, n: int) -> int:
+        """Bytes of leaf n: `leaf_bytes`, fewer for the last one."""
+        return min(self.leaf_bytes, self.payload_bytes - n * self.leaf_bytes)
+
+
+class _Document(Strict):
+    manifest: str
+    signature: str = Field(pattern=r"^[0-9a-f]{128}$")
+
+
+def new_key() -> Ed25519PrivateKey:
+    """A fresh signing key."""
+    return Ed25519PrivateKey.generate()
+
+
+def load_or_create_key(path: Path) -> Ed25519PrivateKey:
+    """The key in `path` (32 raw bytes as hex, mode 0600), created when there is none. IntegrityError if unreadable."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        try:
+            return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text("ascii").strip()))
+        except ValueError as error:
+            raise IntegrityError(f"{path} does not hold an Ed25519 key; remove it to make a new one") from error
+    key = new_key()
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(key.private_bytes_raw().hex() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return key
+
+
+def public_hex(key: Ed25519PrivateKey) -> str:
+    """The public half, 64 hex digits."""
+    return key.public_key().public_bytes_raw().hex()
+
+
+def sign(manifest: Manifest, key: Ed25519PrivateKey) -> bytes:
+    """The signed document: {"manifest": the exact JSON text, "signature": hex}."""
+    text = manifest.model_dump_json()
+    signature = key.sign(SIGNED_PREFIX + text.encode()).hex()
+    return _Document(manifest=text, signature=signature).model_dump_json().encode()
+
+
+def verify(document: bytes, *, public_key: str, job_id: str) -> Manifest:
+    """The manifest in a signed document. IntegrityError when size, form, signature, job or format is wrong."""
+    if len(document) > MAX_DOCUMENT_BYTES:
+        raise IntegrityError(f"the manifest document has {len(document)} bytes, at most {MAX_DOCUMENT_BYTES} may be")
+    try:
+        signed = _Document.model_validate_json(document)
+    except ValidationError as error:
+        raise IntegrityError(f"not a signed manifest: {_first(error)}") from error
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+        key.verify(bytes.fromhex(signed.signature), SIGNED_PREFIX + signed.manifest.encode())
+    except ValueError as error:
+        raise IntegrityError("the public key must be 64 hex digits (Ed25519)") from error
+    except InvalidSignature as error:
+        raise IntegrityError("the manifest's signature is not of this job's key") from error
+    try:
+        manifest = Manifest.model_validate_json(signed.manifest)
+    except ValidationError as error:
+        raise IntegrityError(f"the manifest is inconsistent: {_first(error)}") from error
+    if manifest.job_id != job_id:
+        raise IntegrityError(f"the manifest is of job {manifest.job_id}, not {job_id}")
+    return manifest
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"[:300]

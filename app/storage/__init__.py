@@ -1,0 +1,1 @@
+"""Database (SQLAlchemy, Alembic) and object store (S3 or a folder)."""

@@ -1,0 +1,99 @@
+"""The database: one engine, short transactions, schema by Alembic.
+
+Invariant: a transaction never waits for the network. Writers take the write lock at BEGIN (SQLite would otherwise find
+out at COMMIT that somebody else wrote), so a read-modify-write inside `write()` is atomic on SQLite and PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, event, make_url
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+def async_url(url: str) -> str:
+    """The URL with its asynchronous driver: `postgresql://` → asyncpg, `sqlite://` → aiosqlite."""
+    parsed = make_url(url)
+    drivers = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
+    return parsed.set(drivername=drivers.get(parsed.drivername, parsed.drivername)).render_as_string(False)
+
+
+class Database:
+    """Sessions over SQLite or PostgreSQL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = async_url(url)
+        self.sqlite = self.url.startswith("sqlite")
+        options: dict[str, Any] = {"pool_pre_ping": True} if not self.sqlite else {}
+        self._engine = create_async_engine(self.url, **options)
+        self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
+        # SQLite has one writer at a time: queueing here is fair and does not spin on "database is locked".
+        self._writer = asyncio.Lock()
+        if self.sqlite:
+            event.listen(self._engine.sync_engine, "connect", _sqlite_connect)
+            event.listen(self._engine.sync_engine, "begin", _sqlite_begin)
+
+    async def migrate(self) -> None:
+        """Bring the schema to the newest revision."""
+        async with self._engine.connect() as connection:
+            connection = await connection.execution_options(write=True)
+            await connection.run_sync(_upgrade)
+            await connection.commit()
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        """A session that only reads."""
+        async with self._sessions() as session:
+            yield session
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """A session that commits at the end, or rolls back when the block raises."""
+        if self.sqlite:
+            async with self._writer, self._sessions() as session:
+                await session.connection(execution_options={"write": True})
+                yield session
+                await session.commit()
+        else:
+            async with self._sessions() as session:
+                yield session
+                await session.commit()
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[AsyncConnection]:
+        """A bare connection, for health checks."""
+        async with self._engine.connect() as connection:
+            yield connection
+
+    async def close(self) -> None:
+        """Return all connections."""
+        await self._engine.dispose()
+
+
+def _sqlite_connect(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _sqlite_begin(connection: Connection) -> None:
+    write = connection.get_execution_options().get("write")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def _upgrade(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

@@ -1,0 +1,117 @@
+"""Live view of a job in a terminal. Invariant: it only reads; ending the view ends nothing else."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from app.client import client, unwrap
+from app.protocol.job import FINAL_STATUSES
+
+POLL_S = 1.0
+SHOWN_EVENTS = 8
+
+
+def _num(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def job_panel(job: dict[str, Any]) -> Panel:
+    """Step, reward, bubble and money of a job."""
+    steps = job["stop"]["steps"]
+    grid = Table.grid(padding=(0, 2))
+    reward, learner, capacity, cost = job["reward"], job["learner"], job["capacity"], job["cost"]
+    rows = [
+        ("status", f"{job['status']} {job['status_reason']}"),
+        ("step", f"{job['step']} of {steps or '∞'}   published v{job['published_version']}"),
+        (
+            "reward",
+            f"train {_num(reward['train'])}   held-out {_num(reward['eval'])} (began at {_num(reward['eval_initial'])})",
+        ),
+        (
+            "learner",
+            f"T_train {_num(learner['t_train'])} s   T_bcast {_num(learner['t_bcast'])} s   "
+            f"bubble {_num(learner['bubble_ratio'])}   dropped {_num(learner['dropped_ratio'])}",
+        ),
+        (
+            "capacity",
+            f"pool {_num(capacity['mu_pool'], 4)}   target {_num(capacity['mu_target'], 4)}   "
+            f"Eq. 2 {_num(capacity['mu_min'], 4)} rollouts/s",
+        ),
+        (
+            "money",
+            f"spent ${cost['spent_usd']}   committed ${cost['committed_usd']}   budget ${cost['budget_usd']}   "
+            f"${cost['usd_per_step'] or '-'} a step",
+        ),
+    ]
+    for name, value in rows:
+        grid.add_row(Text(name, style="dim"), value)
+    bar = ProgressBar(total=steps or 1, completed=min(job["step"], steps or 1))
+    return Panel(Group(grid, bar), title=f"{job['name'] or job['id']}", border_style="cyan")
+
+
+def node_table(fleet: dict[str, Any]) -> Table:
+    """Nodes, cheapest throughput first."""
+    table = Table(expand=True, border_style="dim")
+    for column in ("machine", "GPU", "state", "$/h", "ρ", "rollouts/s", "version", "chain", "upstream", "accepted"):
+        table.add_column(column)
+    for node in sorted(fleet["nodes"], key=lambda n: (n["rho"] is None, n["rho"])):
+        chain = "-" if node["chain"] is None else f"{node['chain']}.{node['chain_position']}"
+        version = "-" if node["policy_version"] is None else f"v{node['policy_version']}"
+        table.add_row(
+            str(node["machine_id"]), node["gpu_name"], node["state"], node["price_per_hour"], _num(node["rho"]),
+            _num(node["mu_measured"], 4), version, chain, (node["upstream"] or "-")[-10:],
+            str(node["rollouts_accepted"]),
+        )  # fmt: skip
+    return table
+
+
+def view(job: dict[str, Any], fleet: dict[str, Any], events: list[dict[str, Any]]) -> Group:
+    """The whole screen."""
+    lines = "\n".join(f"{e['at'][11:19]} {e['kind']}: {e['message']}" for e in events[-SHOWN_EVENTS:])
+    return Group(job_panel(job), node_table(fleet), Panel(Text(lines), title="events", border_style="dim"))
+
+
+class Feed:
+    """Reads a job, its fleet and its new events."""
+
+    def __init__(self, http: httpx.Client, job_id: str) -> None:
+        self.http = http
+        self.base = f"/v1/jobs/{job_id}"
+        self.events: list[dict[str, Any]] = []
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The job and its fleet, events gathered. Raises httpx.TransportError while the service is away."""
+        job = unwrap(self.http.get(self.base))
+        fleet = unwrap(self.http.get(f"{self.base}/fleet"))
+        self._read_events()
+        return job, fleet
+
+    def _read_events(self) -> None:
+        from app.api.paging import encode
+
+        params: dict[str, Any] = {"limit": 1000}
+        if self.events:
+            params["cursor"] = encode(int(self.events[-1]["id"]))
+        self.events.extend(unwrap(self.http.get(f"{self.base}/events", params=params))["items"])
+
+
+def watch(job_id: str) -> int:
+    """Follow a job until it ends. Returns 0 only if it succeeded."""
+    console = Console()
+    with client() as http, Live(console=console, refresh_per_second=4) as live:
+        feed = Feed(http, job_id)
+        while True:
+            job, fleet = feed.read()
+            live.update(view(job, fleet, feed.events))
+            if job["status"] in FINAL_STATUSES:
+                return 0 if job["status"] == "succeeded" else 1
+            time.sleep(POLL_S)

@@ -1,0 +1,1 @@
+"""Adapters for places that rent machines. Invariant: nothing here imports `app`."""

@@ -1,0 +1,360 @@
+"""What every provider adapter offers, and the errors it may raise.
+
+Invariant: an adapter never guesses. An answer it can't read raises; an empty list means that the provider said
+"none"; a create whose outcome is not known is reported as `unknown` and settled by the caller through `list`.
+
+Money is integer micro-dollars (1 USD = 1_000_000), rates of money are micro-dollars per hour for the whole
+machine, sizes are bytes or GB (10**9 bytes) where the name says so, link rates are Mbit/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Literal, Protocol, runtime_checkable
+
+MICROS_PER_USD = 1_000_000
+HOURS_PER_MONTH = 720
+"""vast.ai's month for storage prices (verified against its documented example)."""
+
+
+class Billing(StrEnum):
+    """How a machine is paid: a fixed price, the user's own bid, or the market's price in force."""
+
+    ON_DEMAND = "on_demand"
+    SPOT_BID = "spot_bid"
+    SPOT_MARKET = "spot_market"
+
+
+class Phase(StrEnum):
+    """Life of an instance as far as we care; the provider's own word is kept beside it (`raw_status`)."""
+
+    PENDING = "pending"
+    LOADING = "loading"
+    RUNNING = "running"
+    PAUSED = "paused"
+    """Stopped or outbid: no GPU, disk still billed, may come back by itself."""
+    FAILED = "failed"
+    """Will never run."""
+    TERMINATING = "terminating"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What a provider can do, so that the caller asks before it acts."""
+
+    spot: bool
+    change_bid: bool
+    bandwidth_billed: bool
+    idempotency_key: bool = False
+    notice_s: float = 0.0
+    list_page: int = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Something the provider would rent to us now."""
+
+    provider: str
+    offer_id: str
+    machine_id: str
+    """Stable identity of the machine (or type + zone): the key of cool-downs."""
+    gpu_name: str
+    num_gpus: int
+    gpu_ram_mb: int
+    """Per GPU."""
+    billing: Billing
+    compute_micros_h: int
+    """Whole offer, without disk and traffic: the on-demand price, or the floor of a bid."""
+    disk_micros_gb_month: int
+    upload_micros_gb: int
+    download_micros_gb: int
+    up_mbps: float
+    down_mbps: float
+    reliability: float
+    """0..1, the provider's own figure."""
+    region: str
+    max_duration_s: float | None
+    """Seconds until the host ends the contract; None when open-ended."""
+    dlperf: float
+    """The provider's own performance score for the whole offer; 0 when it has none."""
+    ports: int
+    """How many ports can be published."""
+    fetched_at: datetime
+    raw_status: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferQuery:
+    """Filters of a search. Adapters push down what they can and check everything again locally."""
+
+    billing: Billing
+    gpu_names: tuple[str, ...] = ()
+    max_compute_micros_h: int | None = None
+    min_reliability: float = 0.0
+    min_duration_s: float = 0.0
+    min_ports: int = 0
+    disk_gb: float = 10.0
+    limit: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RentSpec:
+    """What to rent and what to run on it. `label` is the intent's identity at the provider."""
+
+    label: str
+    """`echo2:<fleet>:<lease>:<attempt>`; nothing else may carry it."""
+    image: str
+    onstart: str
+    env: Mapping[str, str]
+    disk_gb: float
+    ports: tuple[int, ...] = ()
+    bid_micros_h: int | None = None
+    """Required for SPOT_BID, must be None otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One machine that we pay for, as the provider shows it."""
+
+    provider: str
+    instance_id: str
+    label: str
+    phase: Phase
+    raw_status: str
+    detail: str
+    billing: Billing | None
+    compute_micros_h: int | None
+    """Billed rate now; None when the provider does not tell (never zero for unknown)."""
+    machine_id: str
+    gpu_name: str
+    started_at: datetime | None
+    """When the GPU's billing began; None while it has not."""
+    public_host: str | None = None
+    ports: Mapping[int, int] = field(default_factory=dict)
+    """Container port to public port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All of our instances. `complete` is False when any page is missing: then it proves no absence."""
+
+    complete: bool
+    instances: Sequence[Instance]
+
+
+@dataclass(frozen=True, slots=True)
+class RentResult:
+    """Outcome of exactly one create request.
+
+    created: `instance_id` is billing now. refused: nothing was made, except `doomed_id` if set, which must be
+    destroyed. unknown: it may or may not exist; look its label up and rent nothing for this intent until then.
+    """
+
+    outcome: Literal["created", "refused", "unknown"]
+    instance_id: str | None = None
+    doomed_id: str | None = None
+    error: ProviderError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Money left at the provider."""
+
+    credit_micros: int
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """One line of the provider's own bill."""
+
+    provider: str
+    instance_id: str
+    label: str
+    kind: Literal["gpu", "disk", "download", "upload"]
+    micros: int
+    start: datetime
+    end: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The provider says that an instance will be taken away."""
+
+    provider: str
+    instance_id: str
+    kind: Literal["interruption", "rebalance"]
+    at: datetime | None
+
+
+class Retry(StrEnum):
+    """What the caller may do after an error."""
+
+    NEVER = "never"
+    BACKOFF = "backoff"
+    NEXT_OFFER = "next_offer"
+    NEXT_POOL = "next_pool"
+
+
+class ProviderError(Exception):
+    """Root of everything an adapter raises. `code` is stable; `raw` is the provider's text without secrets."""
+
+    code = "provider_error"
+    retry = Retry.NEVER
+
+    def __init__(self, message: str, *, provider: str = "", raw: str = "") -> None:
+        super().__init__(message)
+        self.provider = provider
+        self.raw = raw[:500]
+
+
+class AuthError(ProviderError):
+    """The key is missing, wrong, or may not do this."""
+
+    code = "provider_auth"
+
+
+class CreditError(ProviderError):
+    """The account has no money left."""
+
+    code = "provider_credit"
+
+
+class QuotaError(ProviderError):
+    """The account's quota forbids this kind of machine."""
+
+    code = "provider_quota"
+    retry = Retry.NEXT_POOL
+
+
+class RateLimited(ProviderError):
+    """Asked too often; wait `wait_s` seconds."""
+
+    code = "provider_rate_limited"
+    retry = Retry.BACKOFF
+
+    def __init__(self, message: str, *, wait_s: float, daily: bool = False, provider: str = "", raw: str = "") -> None:
+        super().__init__(message, provider=provider, raw=raw)
+        self.wait_s = wait_s
+        self.daily = daily
+
+
+class OfferGone(ProviderError):
+    """Somebody else took the offer, or it was withdrawn."""
+
+    code = "offer_gone"
+    retry = Retry.NEXT_OFFER
+
+
+class NoCapacity(ProviderError):
+    """The pool has nothing left."""
+
+    code = "no_capacity"
+    retry = Retry.NEXT_POOL
+
+
+class BidTooLow(ProviderError):
+    """The bid does not win now."""
+
+    code = "bid_too_low"
+    retry = Retry.NEXT_OFFER
+
+
+class BadRequest(ProviderError):
+    """The provider says that our request is wrong."""
+
+    code = "provider_bad_request"
+
+
+class InstanceNotFound(ProviderError):
+    """The provider positively says that there is no such instance."""
+
+    code = "instance_not_found"
+
+
+class EndpointDeprecated(ProviderError):
+    """The provider retired the call: proves nothing about instances or keys."""
+
+    code = "provider_endpoint_deprecated"
+
+
+class MalformedAnswer(ProviderError):
+    """The answer can't be read; it never counts as empty."""
+
+    code = "provider_malformed_answer"
+    retry = Retry.BACKOFF
+
+
+class Transient(ProviderError):
+    """Connection, timeout or 5xx on a call that changes nothing."""
+
+    code = "provider_transient"
+    retry = Retry.BACKOFF
+
+
+class CapabilityError(ProviderError):
+    """The provider can't do this at all; raised before any call."""
+
+    code = "provider_capability"
+
+
+@runtime_checkable
+class Provider(Protocol):
+    """One account at one provider."""
+
+    @property
+    def name(self) -> str:
+        """Name used in settings, leases and offers."""
+        ...
+
+    @property
+    def caps(self) -> Caps:
+        """What this provider can do."""
+        ...
+
+    async def search(self, query: OfferQuery) -> list[Offer]:
+        """Offers that pass `query`, filters applied again locally. Raises on broken answers."""
+        ...
+
+    async def rent(self, offer: Offer, spec: RentSpec) -> RentResult:
+        """Send exactly one create request, without any transport retry, and return as soon as the id is known."""
+        ...
+
+    async def get(self, instance_id: str) -> Instance | None:
+        """One instance; None only if the provider positively says that there is none."""
+        ...
+
+    async def list(self) -> Listing:
+        """All instances of the account, other people's labels included."""
+        ...
+
+    async def release(self, instance_id: str) -> None:
+        """Destroy. Returns when the request was accepted or the instance is positively gone; auth errors raise."""
+        ...
+
+    async def set_bid(self, instance_id: str, bid_micros_h: int) -> None:
+        """Change a bid. Raises CapabilityError where there are none."""
+        ...
+
+    async def logs(self, instance_id: str, tail: int) -> str:
+        """The last lines that the instance printed; "" when they are not ready."""
+        ...
+
+    async def balance(self) -> Balance:
+        """Credit left. Also serves as the check of the key."""
+        ...
+
+    async def charges(self, since: datetime) -> Sequence[Charge]:
+        """The provider's own bill since then; [] where it has none."""
+        ...
+
+    def notices(self) -> AsyncIterator[Notice]:
+        """Interruption notices, for providers that send them."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        ...

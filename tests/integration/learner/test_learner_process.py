@@ -1,0 +1,258 @@
+"""A learner against a control service over HTTP: a whole job, a kill, a failure, a replacement."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from app.learner.config import LearnerSettings
+from app.learner.process import run
+from app.learner.tiny import tiny_model
+from app.protocol.job import JobSpec
+from app.storage.stores import FolderStore
+from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, Server
+
+CACHE = Path(__file__).parents[3] / ".echo2" / "test-cache"
+
+
+def spec(**changes) -> JobSpec:
+    learner = {"learning_rate": 6e-4, "eval_every": 2, "eval_prompts": 32, **changes.pop("learner", {})}
+    return JobSpec.model_validate(
+        {
+            "model": "tiny",
+            "task": {
+                "name": "reasoning_gym",
+                "params": {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5},
+            },
+            "budget_usd": "1",
+            "stop": {"steps": 4},
+            "batch": {"prompts": 4, "group_size": 4},
+            "sampling": {"max_tokens": 8},
+            "learner": learner,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def service_for(tmp_path: Path, job: JobSpec) -> FakeService:
+    return FakeService(job, FolderStore(tmp_path / "objects"), tiny_model(CACHE))
+
+
+def settings(tmp_path: Path, url: str) -> LearnerSettings:
+    return LearnerSettings(
+        control_url=url,
+        learner_token=TOKEN,
+        job_id=JOB,
+        state_dir=tmp_path,
+        cache_dir=CACHE,  # type: ignore[arg-type]
+    )
+
+
+def spawn(tmp_path: Path, url: str, log: str) -> subprocess.Popen:
+    env = {
+        **os.environ,
+        "ECHO2_CONTROL_URL": url,
+        "ECHO2_LEARNER_TOKEN": TOKEN,
+        "ECHO2_STATE_DIR": str(tmp_path),
+        "ECHO2_CACHE_DIR": str(CACHE),
+    }
+    with (tmp_path / log).open("w") as out:
+        return subprocess.Popen([sys.executable, "-m", "app.learner", "--job", JOB], env=env, stderr=out)
+
+
+def test_a_whole_job(tmp_path: Path):
+    service = service_for(tmp_path, spec())
+    with Server(service) as url:
+        assert run(settings(tmp_path, url)) == 0
+    assert sorted(service.steps) == [1, 2, 3, 4]
+    used = [w for s in service.steps.values() for w in s["trained"]]
+    assert len(used) == len(set(used)) == 16
+    for step in service.steps.values():
+        assert set(map(int, step["lags"])) <= {0, 1, 2, 3}
+        assert step["t_train"] > 0
+        # Log-probs of a node that holds the bf16 snapshot are close to the learner's own.
+        assert step["metrics"]["mismatch_kl"] < 0.05
+    assert [(e["step"], e["initial"], e["final"]) for e in service.evals] == [
+        (0, True, False),
+        (2, False, False),
+        (4, False, False),
+        (4, False, True),
+    ]
+    ready = service.ready[0]
+    assert ready["resume_step"] == 0
+    assert ready["t_train_prior"] > 0
+    assert {a["path"] for a in ready["assets"]} >= {"config.json", "tokenizer.json"}
+    assert service.done is not None
+    assert service.done["status"] == "succeeded"
+    check_order(service)
+    check_store(service, ready)
+
+
+def check_order(service: FakeService) -> None:
+    """v0 can be pulled before `ready`; `done` is the last word but for the index's poll."""
+    order = [name for name in service.order if name != "heartbeat"]
+    assert order[:4] == ["start", "published", "published", "ready"]
+    assert order[-1] == "done"
+    assert service.published[:2] == [(0, False), (0, True)]
+    assert service.beats[0]["state"] == "loading"
+
+
+def check_store(service: FakeService, ready: dict) -> None:
+    """Snapshots are signed by the announced key; the final model opens and differs from the first."""
+    version = max(v for v, _ in service.published)
+    manifest = service.manifest(version, ready["manifest_public_key"])
+    assert manifest.version == version
+    assert abs(manifest.payload_bytes - ready["snapshot_bytes"]) < 10_000
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert service.done is not None
+    final = service.store.path(service.done["final_prefix"] + "config.json").parent
+    trained = AutoModelForCausalLM.from_pretrained(final)
+    start = AutoModelForCausalLM.from_pretrained(tiny_model(CACHE))
+    assert not torch.equal(trained.model.norm.weight, start.model.norm.weight)
+    assert AutoTokenizer.from_pretrained(final).chat_template
+    for asset in ready["assets"]:
+        assert service.store.head(f"jobs/{JOB}/model/{asset['path']}").size == asset["size"]
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_learner_goes_on_where_its_checkpoint_was(tmp_path: Path):
+    service = service_for(tmp_path, spec(stop={"steps": 9}))
+    with Server(service) as url:
+        first = spawn(tmp_path, url, "first.log")
+        try:
+            service.wait(lambda: max(service.steps, default=0) >= 3 and max(v for v, _ in service.published) >= 2)
+        finally:
+            first.send_signal(signal.SIGKILL)
+            first.wait(20)
+        with service.lock:
+            before = dict(service.steps)
+            newest = max(v for v, _ in service.published)
+        second = spawn(tmp_path, url, "second.log")
+        try:
+            assert second.wait(120) == 0, (tmp_path / "second.log").read_text()
+        finally:
+            second.kill()
+    assert service.epoch == 2
+    resumed = service.ready[1]["resume_step"]
+    assert newest <= resumed <= max(before)
+    assert sorted(service.steps) == list(range(1, 10))
+    for step in range(1, resumed + 1):
+        assert service.steps[step] == before[step]
+    used = [w for s in service.steps.values() for w in s["trained"]]
+    assert len(used) == len(set(used)) == 36
+    assert [e["step"] for e in service.evals if e["initial"]] == [0]
+    assert service.done is not None
+    assert service.done["step"] == 9
+
+
+def test_reports_survive_a_service_that_is_away(tmp_path: Path):
+    """Steps go on while `/steps` is refused; killed then, the next process hands in what was in the checkpoint."""
+    service = service_for(tmp_path, spec(stop={"steps": 6}))
+    with Server(service) as url:
+        service.refuse_steps = True
+        first = spawn(tmp_path, url, "first.log")
+        checkpoint = tmp_path / "learners" / JOB / "checkpoints" / "000000002" / "COMMIT"
+        try:
+            service.wait(checkpoint.exists)
+        finally:
+            first.send_signal(signal.SIGKILL)
+            first.wait(20)
+        assert service.steps == {}
+        service.refuse_steps = False
+        assert run(settings(tmp_path, url)) == 0
+    assert service.ready[1]["resume_step"] >= 2
+    assert sorted(service.steps) == [1, 2, 3, 4, 5, 6]
+    used = [w for s in service.steps.values() for w in s["trained"]]
+    assert len(used) == len(set(used)) == 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": "/no/such/model"}, "does not exist"),
+        ({"task": {"name": "reasoning_gym", "params": {"dataset": "spel_backward"}}}, "did you mean spell_backward"),
+        ({"sampling": {"max_tokens": 1000}}, "256 positions"),
+    ],
+)
+def test_what_only_loading_shows_fails_before_ready(tmp_path: Path, changes: dict, says: str):
+    service = service_for(tmp_path, spec())
+    service.spec = spec(**changes)
+    with Server(service) as url:
+        assert run(settings(tmp_path, url)) == 1
+    assert service.ready == []
+    assert service.published == []
+    assert service.done is not None
+    assert service.done["status"] == "failed"
+    assert says in service.done["reason"]
+
+
+def test_a_lost_checkpoint_is_not_a_fresh_start(tmp_path: Path):
+    service = service_for(tmp_path, spec())
+    service.published = [(2, True)]
+    service.steps = {1: {"trained": [], "dropped": []}}
+    with Server(service) as url:
+        assert run(settings(tmp_path, url)) == 1
+    assert service.done is not None
+    assert "holds no checkpoint" in service.done["reason"]
+
+
+def test_a_replaced_learner_ends_without_a_word(tmp_path: Path):
+    service = service_for(tmp_path, spec(stop={"steps": 1000}))
+    with Server(service) as url:
+        process = spawn(tmp_path, url, "log")
+        try:
+            service.wait(lambda: len(service.steps) >= 1)
+            with service.lock:
+                service.epoch += 1
+            assert process.wait(60) == 1
+        finally:
+            process.kill()
+    assert service.done is None
+    assert "taken over" in (tmp_path / "log").read_text()
+
+
+def test_finish_saves_the_model(tmp_path: Path):
+    service = service_for(tmp_path, spec(stop={"steps": 1000}))
+    service.command = "finish"
+    with Server(service) as url:
+        assert run(settings(tmp_path, url)) == 0
+    assert service.done is not None
+    assert (service.done["status"], service.done["reason"]) == ("finished", "said so")
+    assert service.store.head(service.done["final_prefix"] + "model.safetensors") is not None
+
+
+def test_a_wrong_setting_is_one_line(tmp_path: Path):
+    env = {**os.environ, "ECHO2_CONTROL_URL": "localhost", "ECHO2_LEARNER_TOKEN": "t", "ECHO2_STATE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-m", "app.learner", "--job", "j"], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert "ECHO2_CONTROL_URL" in result.stderr.strip().splitlines()[-1]
+
+
+def test_the_relay_serves_the_version_to_token_holders(tmp_path: Path):
+    service = service_for(tmp_path, spec(stop={"steps": 1000}))
+    with Server(service) as url:
+        process = spawn(tmp_path, url, "log")
+        try:
+            service.wait(lambda: len(service.ready) == 1)
+            link = f"{service.relay_url}/snapshots/next?after=-1&wait_s=0"
+            assert httpx.get(link, timeout=10).status_code == 401
+            answer = httpx.get(link, headers={"Authorization": "Bearer relay-token"}, timeout=10)
+            assert answer.status_code == 200
+        finally:
+            process.kill()
+            process.wait(20)

@@ -1,0 +1,170 @@
+"""A checkpoint is whole or does not count, whatever instant the writer dies at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.learner.checkpoints import MARKER, Checkpoint, Progress, expected, latest, save
+from app.learner.trainer import GRPOTrainer, TrainerState
+from app.protocol.errors import LearnerError
+from app.protocol.learner import EvalReport, StepReport
+from tests.unit.learner.samples import batch, job, random_model
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def checkpoint(step: int, job_id: str = "j", **progress) -> Checkpoint:
+    return Checkpoint(
+        Progress(job_id=job_id, step=step, **progress),
+        {"w": torch.full((3,), float(step))},
+        {"exp_avg/w": torch.ones(3), "step/w": torch.tensor(float(step))},
+        torch.random.get_rng_state(),
+    )
+
+
+def found(root: Path) -> int | None:
+    read = latest(root, job_id="j")
+    if read is None:
+        return None
+    assert torch.equal(read.weights["w"], torch.full((3,), float(read.progress.step)))
+    return read.progress.step
+
+
+def operations(root: Path) -> list[str]:
+    names: list[str] = []
+    save(root, checkpoint(1), after=names.append)
+    save(root, checkpoint(1), after=names.append)
+    return names
+
+
+def test_everything_comes_back(tmp_path: Path):
+    report = StepReport(step=3, t_train=1.0, t_idle=0.0, reward=0.5, trained=["a"], lags={0: 8, 2: 8})
+    evaluation = EvalReport(step=2, reward=0.25, prompts=10)
+    written = checkpoint(3, active_s=12.5, evaluated=2, steps=[report], evals=[evaluation])
+    save(tmp_path, written)
+    read = latest(tmp_path, job_id="j")
+    assert read is not None
+    assert read.progress == written.progress
+    assert read.optimizer.keys() == written.optimizer.keys()
+    assert torch.equal(read.rng, written.rng)
+
+
+def test_no_pickle_on_disk(tmp_path: Path):
+    folder = save(tmp_path, checkpoint(1))
+    assert {p.suffix for p in folder.iterdir()} == {".safetensors", ".json", ""}
+    assert json.loads((folder / MARKER).read_bytes()).keys() == {p.name for p in folder.iterdir()} - {MARKER}
+
+
+def test_only_the_newest_two_stay(tmp_path: Path):
+    for step in (0, 2, 4, 6):
+        save(tmp_path, checkpoint(step))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["000000004", "000000006"]
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+def test_killed_between_any_two_file_operations_the_newest_whole_one_counts(tmp_path: Path, same_step: bool):
+    for number, _ in enumerate(operations(tmp_path / "dry")):
+        root = tmp_path / str(number)
+        save(root, checkpoint(1))
+        save(root, checkpoint(2))
+        left = number
+
+        def die(name: str) -> None:
+            nonlocal left
+            if left == 0:
+                raise Killed(name)
+            left -= 1
+
+        step = 2 if same_step else 3
+        try:
+            save(root, checkpoint(step), after=die)
+            finished = True
+        except Killed as killed:
+            finished = str(killed) == "rename"
+        assert found(root) == (step if finished else 2)
+        save(root, checkpoint(4))
+        assert found(root) == 4
+        assert len(list(root.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", MARKER])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "flip"])
+def test_a_damaged_one_is_passed_over(tmp_path: Path, name: str, damage: str):
+    save(tmp_path, checkpoint(1))
+    path = save(tmp_path, checkpoint(2)) / name
+    data = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    elif damage == "truncate":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+    assert found(tmp_path) == 1
+
+
+def test_all_damaged_is_an_error(tmp_path: Path):
+    for step in (1, 2):
+        (save(tmp_path, checkpoint(step)) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(LearnerError, match="all 2 checkpoints"):
+        latest(tmp_path, job_id="j")
+
+
+def test_none_where_one_is_expected_is_an_error(tmp_path: Path):
+    root = tmp_path / "none"
+    assert expected(root, job_id="j", last_step=0, published_version=None) is None
+    assert expected(root, job_id="j", last_step=0, published_version=0) is None
+    for last_step, published in [(1, None), (0, 2), (4, 4)]:
+        with pytest.raises(LearnerError, match="holds no checkpoint"):
+            expected(root, job_id="j", last_step=last_step, published_version=published)
+
+
+def test_another_jobs_checkpoint_is_refused(tmp_path: Path):
+    save(tmp_path, checkpoint(1, job_id="other"))
+    with pytest.raises(LearnerError, match="of job other"):
+        latest(tmp_path, job_id="j")
+
+
+def test_training_goes_on_bit_by_bit_from_disk(tmp_path: Path):
+    whole = GRPOTrainer(random_model(), job())
+    losses = []
+    for i in range(6):
+        losses.append(whole.step(batch(i)).values["loss"])
+        if i == 2:
+            state = whole.state()
+            progress = Progress(job_id="j", step=state.steps)
+            save(tmp_path, Checkpoint(progress, state.weights, state.optimizer, torch.random.get_rng_state()))
+    read = latest(tmp_path, job_id="j")
+    assert read is not None
+    resumed = GRPOTrainer(random_model(seed=9), job())
+    resumed.restore(TrainerState(read.progress.step, dict(read.weights), dict(read.optimizer)))
+    assert [resumed.step(batch(i)).values["loss"] for i in range(3, 6)] == losses[3:]
+
+
+def test_a_full_disk_is_a_learner_error(tmp_path: Path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(LearnerError, match="step 1 can't be written"):
+        save(blocked, checkpoint(1))
+
+
+def test_a_stored_checkpoint_of_format_1_still_loads(tmp_path: Path):
+    """The names and fields as they are on users' disks."""
+    folder = save(tmp_path, checkpoint(7))
+    state = {"format": 1, "job_id": "j", "step": 7, "active_s": 1.0, "evaluated": 5, "steps": [], "evals": []}
+    (folder / "state.json").write_text(json.dumps(state))
+    marker = json.loads((folder / MARKER).read_bytes())
+    from app.learner.files import hash_file
+
+    marker["state.json"] = {"size": (folder / "state.json").stat().st_size, "blake3": hash_file(folder / "state.json")}
+    (folder / MARKER).write_text(json.dumps(marker))
+    old = tmp_path / "copy"
+    shutil.copytree(folder, old / "000000007")
+    assert found(old) == 7

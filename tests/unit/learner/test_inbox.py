@@ -1,0 +1,143 @@
+"""What strangers send is trained on only if it is exactly what was promised."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from app.learner.buffer import ReplayBuffer
+from app.learner.inbox import GroupReader, Inbox
+from app.learner.outbox import Directives
+from app.protocol.errors import BadInput, Unavailable
+from app.protocol.learner import LearnerDirectives, TrajectoryPage, TrajectoryRef
+from app.protocol.trajectory import encode
+from app.storage.stores import FolderStore
+from tests.unit.learner.samples import VOCABULARY, group
+
+WORD = LearnerDirectives(command="run", staleness_budget=3, publish_period=2)
+
+
+class Index:
+    """The trajectories call: one page, then silence."""
+
+    def __init__(self, *pages: TrajectoryPage) -> None:
+        self.pages = list(pages)
+        self.asked: list[int] = []
+
+    def trajectories(self, after: int, wait_s: float) -> TrajectoryPage:
+        self.asked.append(after)
+        if self.pages:
+            return self.pages.pop(0)
+        raise Unavailable("no more in this test")
+
+
+def prompt_ids(index: int) -> list[int]:
+    if index != 0:
+        raise BadInput("there is no number 1")
+    return list(group("a").rollouts[0].prompt_ids)
+
+
+def setup(tmp_path: Path, *pages: TrajectoryPage):
+    store, buffer, directives = FolderStore(tmp_path), ReplayBuffer(), Directives(WORD)
+    reader = GroupReader(store, prompt_ids, group_size=4, max_tokens=8, vocabulary=VOCABULARY)
+    index = Index(*pages)
+    return store, buffer, Inbox(index, reader, buffer, directives), index  # type: ignore[arg-type]
+
+
+def reference(store: FolderStore, groups, seq: int = 1, **changes) -> TrajectoryRef:
+    data = encode([r for g in groups for r in g.rollouts])
+    key = f"jobs/j/trajectories/0/{seq}.parquet"
+    store.put(key, data)
+    fields = {
+        "seq": seq,
+        "key": key,
+        "size": len(data),
+        "blake3": blake3(data).hexdigest(),
+        "node_id": "n",
+        "work_items": [g.work_item for g in groups],
+    }
+    return TrajectoryRef(**{**fields, **changes})
+
+
+def changed(**fields):
+    """Group `a` with its first rollout changed."""
+    good = group("a")
+    first = dataclasses.replace(good.rollouts[0], **fields)
+    return dataclasses.replace(good, rollouts=(first, *good.rollouts[1:]))
+
+
+def outcome(buffer: ReplayBuffer) -> tuple[list[str], list[str]]:
+    taken, dropped = buffer.take(0, 3, len(buffer)) if len(buffer) else ([], buffer.evict(0, 3))
+    return [g.work_item for g in taken], sorted(d.work_item for d in dropped)
+
+
+def test_whole_groups_arrive_sorted_and_exact(tmp_path: Path):
+    store, buffer, inbox, _ = setup(tmp_path)
+    good = group("a")
+    shuffled = dataclasses.replace(good, rollouts=good.rollouts[::-1])
+    inbox.take(reference(store, [shuffled]))
+    ((arrived,), dropped) = buffer.take(0, 3, 1)
+    assert dropped == []
+    assert [r.sample_index for r in arrived.rollouts] == [0, 1, 2, 3]
+    assert [list(r.completion_ids) for r in arrived.rollouts] == [list(r.completion_ids) for r in good.rollouts]
+    assert arrived.rollouts[1].logprobs == pytest.approx(good.rollouts[1].logprobs)
+
+
+def test_only_what_is_still_to_be_trained_on_is_taken(tmp_path: Path):
+    store, buffer, inbox, _ = setup(tmp_path)
+    other = dataclasses.replace(
+        group("a"), work_item="b", rollouts=tuple(dataclasses.replace(r, work_item="b") for r in group("a").rollouts)
+    )
+    inbox.take(reference(store, [group("a"), other], work_items=["b"]))
+    assert outcome(buffer) == (["b"], [])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_ids": [1, 2, 3]},
+        {"prompt_index": 1},
+        {"completion_ids": [VOCABULARY], "logprobs": [-1.0]},
+        {"completion_ids": [1] * 9, "logprobs": [-1.0] * 9},
+        {"logprobs": [0.5], "completion_ids": [1]},
+        {"logprobs": [float("nan")], "completion_ids": [1]},
+        {"reward": float("inf")},
+        {"sample_index": 1},
+        {"finish_reason": "magic"},
+    ],
+)
+def test_a_wrong_row_rejects_its_group(tmp_path: Path, fields):
+    store, buffer, inbox, _ = setup(tmp_path)
+    inbox.take(reference(store, [changed(**fields)]))
+    assert outcome(buffer) == ([], ["a"])
+    assert sum(inbox.invalid.values()) == 1
+
+
+@pytest.mark.parametrize("changes", [{"size": 1}, {"blake3": "0" * 64}, {"key": "jobs/j/trajectories/0/none.parquet"}])
+def test_another_file_than_was_accepted_is_rejected(tmp_path: Path, changes):
+    store, buffer, inbox, _ = setup(tmp_path)
+    inbox.take(reference(store, [group("a")], **changes))
+    assert outcome(buffer) == ([], ["a"])
+
+
+def test_an_item_that_the_file_lacks_is_rejected_and_the_rest_kept(tmp_path: Path):
+    store, buffer, inbox, _ = setup(tmp_path)
+    inbox.take(reference(store, [group("a")], work_items=["a", "lost"]))
+    assert outcome(buffer) == (["a"], ["lost"])
+
+
+def test_the_thread_follows_the_cursor_and_its_end_is_noticed(tmp_path: Path):
+    store, buffer, inbox, index = setup(tmp_path)
+    index.pages = [
+        TrajectoryPage(items=[reference(store, [group("a")])], cursor=5),
+        TrajectoryPage(items=[], cursor=9),
+    ]
+    inbox.start()
+    assert buffer.wait(0, 3, 1, timeout_s=20)
+    inbox._thread.join(20)
+    assert index.asked == [0, 5, 9]
+    with pytest.raises(Unavailable, match="no more"):
+        inbox._directives.current()

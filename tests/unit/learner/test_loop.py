@@ -1,0 +1,228 @@
+"""The order of things: what is trained, reported, published, evaluated, and when it ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.learner.buffer import ReplayBuffer
+from app.learner.heart import Status
+from app.learner.loop import Loop, Position
+from app.learner.outbox import Directives, Outbox
+from app.learner.publisher import Publisher
+from app.learner.trainer import StepMetrics, TrainerState
+from tests.unit.learner.fakes import FakeControl, FakeSink
+from tests.unit.learner.samples import group, job
+
+
+class CountingTrainer:
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seen: list[list[str]] = []
+
+    def step(self, groups) -> StepMetrics:
+        self.seen.append([g.work_item for g in groups])
+        self.steps += 1
+        return StepMetrics(0.5, 1.0, {"loss": 0.0})
+
+    def state(self) -> TrainerState:
+        return TrainerState(self.steps, {"w": torch.tensor(float(self.steps))}, {})
+
+
+class Rig:
+    """A loop with everything around it in memory."""
+
+    def __init__(self, tmp_path: Path, *, reward: float = 0.25, position: Position | None = None, **spec) -> None:
+        spec = {"batch": {"prompts": 2, "group_size": 4}, "stop": {"steps": 4}, **spec}
+        self.spec = job(**spec)
+        self.control, self.sink = FakeControl(), FakeSink()
+        self.directives = Directives(self.control.word)
+        self.outbox = Outbox(self.control, self.directives)  # type: ignore[arg-type]
+        self.saved: list = []
+        self.publisher = Publisher(
+            self.sink, tmp_path, self.outbox, self.directives, save_checkpoint=lambda _, c: self.saved.append(c)
+        )
+        self.buffer, self.trainer, self.status = ReplayBuffer(), CountingTrainer(), Status()
+        self.evaluations: list[int] = []
+        self.position = position or Position()
+        self.loop = Loop(
+            self.spec,
+            "j",
+            trainer=self.trainer,
+            evaluate=lambda: self.evaluations.append(self.trainer.steps) or reward,
+            eval_prompts=7,
+            buffer=self.buffer,
+            publisher=self.publisher,
+            outbox=self.outbox,
+            directives=self.directives,
+            status=self.status,
+            position=self.position,
+        )
+
+    def __enter__(self):
+        self.outbox.start()
+        self.publisher.start()
+        return self
+
+    def __exit__(self, *_):
+        self.publisher.stop()
+        self.outbox.stop()
+
+    def run(self):
+        ending = self.loop.run()
+        self.publisher.flush(20)
+        self.outbox.flush(20)
+        return ending
+
+    def feed(self, count: int, version: int = 0) -> None:
+        for _ in range(count):
+            self.buffer.add(group(f"w{self.buffer._arrived}", version=version))
+
+
+def test_steps_until_the_stop_rule(tmp_path: Path):
+    with Rig(tmp_path, learner={"eval_every": 3}) as rig:
+        rig.feed(9, version=2)
+        ending = rig.run()
+    assert (ending.kind, ending.reason) == ("succeeded", "4 steps are done")
+    assert rig.trainer.seen == [["w0", "w1"], ["w2", "w3"], ["w4", "w5"], ["w6", "w7"]]
+    assert [s.step for s in rig.control.steps] == [1, 2, 3, 4]
+    assert [s.trained for s in rig.control.steps] == rig.trainer.seen
+    assert [s.lags for s in rig.control.steps] == [{-2: 8}, {-1: 8}, {0: 8}, {1: 8}]
+    assert rig.evaluations == [0, 3]
+    assert [(e.step, e.initial, e.reward, e.prompts) for e in rig.control.evals] == [
+        (0, True, 0.25, 7),
+        (3, False, 0.25, 7),
+    ]
+
+
+def test_a_version_every_kappa_steps_each_after_its_checkpoint(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 5}) as rig:
+        rig.feed(10, version=2)
+        rig.run()
+    assert rig.sink.published[-1] == 4
+    assert {*rig.sink.published} <= {2, 4}
+    assert [c.progress.step for c in rig.saved] == rig.sink.published
+
+
+def test_stale_groups_are_reported_by_the_step_after_which_they_are(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 5}) as rig:
+        rig.feed(11, version=0)
+        rig.feed(2, version=4)
+        ending = rig.run()
+    # S = 3: at v_4 nothing of v_0 may be used; that is known as soon as step 4 is done.
+    assert ending.kind == "succeeded"
+    dropped = {s.step: [(d.work_item, d.reason) for d in s.dropped] for s in rig.control.steps}
+    assert dropped == {1: [], 2: [], 3: [], 4: [("w8", "stale"), ("w9", "stale"), ("w10", "stale")], 5: []}
+    assert rig.trainer.seen[-1] == ["w11", "w12"]
+
+
+def test_rejected_groups_are_reported(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 1}) as rig:
+        rig.buffer.reject("bad", "invalid")
+        rig.feed(2)
+        rig.run()
+    assert [(d.work_item, d.reason) for d in rig.control.steps[0].dropped] == [("bad", "invalid")]
+
+
+def test_target_reward_ends_it(tmp_path: Path):
+    with Rig(tmp_path, reward=0.9, stop={"steps": None, "target_reward": 0.8}) as rig:
+        ending = rig.run()
+    assert ending.kind == "succeeded"
+    assert "0.900 reached 0.8" in ending.reason
+
+
+@pytest.mark.parametrize(("command", "kind"), [("finish", "finished"), ("abort", "aborted")])
+def test_a_directive_ends_a_learner_that_waits(tmp_path: Path, command: str, kind: str):
+    with Rig(tmp_path) as rig:
+        rig.feed(1)
+        word = rig.control.word.model_copy(update={"command": command, "reason": "because"})
+        timer = threading.Timer(0.1, lambda: rig.directives.update(word))
+        timer.start()
+        ending = rig.loop.run()
+        timer.join(5)
+    assert (ending.kind, ending.reason) == (kind, "because")
+    assert rig.trainer.steps == 0
+
+
+def test_a_pause_checkpoints_and_goes_on_where_it_was(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 2}) as rig:
+        rig.feed(4)
+        rig.control.word = rig.control.word.model_copy(update={"command": "pause"})
+        rig.directives.update(rig.control.word)
+        thread = threading.Thread(target=rig.loop.run)
+        thread.start()
+        rig.publisher.flush(20)
+        for _ in range(200):
+            if rig.saved:
+                break
+            thread.join(0.05)
+        assert [c.progress.step for c in rig.saved] == [0]
+        assert rig.trainer.steps == 0
+        rig.control.word = rig.control.word.model_copy(update={"command": "run"})
+        rig.directives.update(rig.control.word)
+        thread.join(20)
+        assert not thread.is_alive()
+    assert rig.trainer.steps == 2
+
+
+def test_a_changed_staleness_budget_and_period_hold_from_the_next_step(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 2}) as rig:
+        word = rig.control.word.model_copy(update={"staleness_budget": 1, "publish_period": 1})
+        rig.control.word = word
+        rig.directives.update(word)
+        rig.feed(4)
+        rig.run()
+    assert rig.sink.published[-1] == 2
+    assert rig.position.published == 2
+
+
+def test_unacknowledged_reports_are_in_the_checkpoint(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 2}) as rig:
+        rig.control.gate.clear()
+        rig.feed(4)
+        rig.loop.run()
+        rig.publisher.flush(20)
+        kept = rig.saved[-1].progress
+        rig.control.gate.set()
+    assert kept.step == 2
+    assert [s.step for s in kept.steps] == [1, 2]
+    assert [(e.step, e.initial) for e in kept.evals] == [(0, True)]
+    assert kept.evaluated == 0
+
+
+def test_a_resumed_learner_does_not_publish_an_old_number_again(tmp_path: Path):
+    position = Position(evaluated=0, published=4, last_publish=2)
+    with Rig(tmp_path, stop={"steps": 6}, position=position) as rig:
+        rig.trainer.steps = 2
+        rig.feed(8, version=4)
+        rig.run()
+    assert rig.sink.published == [5]
+    assert rig.evaluations == []
+
+
+def test_an_evaluation_that_was_lost_is_made_up_for(tmp_path: Path):
+    position = Position(evaluated=0, published=4, last_publish=4)
+    with Rig(tmp_path, stop={"steps": 4}, learner={"eval_every": 2}, position=position) as rig:
+        rig.trainer.steps = 4
+        rig.run()
+    assert rig.evaluations == [4]
+
+
+def test_hours_end_it_even_without_rollouts(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": None, "max_hours": 1e-9}) as rig:
+        ending = rig.run()
+    assert ending.kind == "succeeded"
+    assert "hours" in ending.reason
+
+
+def test_the_final_evaluation_reuses_a_fresh_one(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 2}, learner={"eval_every": 2}) as rig:
+        rig.feed(4)
+        rig.run()
+        rig.loop.evaluate(final=True)
+        rig.outbox.flush(20)
+    assert rig.evaluations == [0, 2]
+    assert [(e.step, e.final) for e in rig.control.evals] == [(0, False), (2, False), (2, True)]

@@ -1,0 +1,183 @@
+"""Outbox, publisher and heart: in order, nothing lost, never in the way of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.learner.checkpoints import Checkpoint, Progress
+from app.learner.heart import Heart, Status
+from app.learner.outbox import Directives, Outbox
+from app.learner.publisher import Publisher, Save
+from app.protocol.errors import LearnerError, Unavailable
+from app.protocol.learner import EvalReport, LearnerDirectives, StepReport
+from tests.unit.learner.fakes import FENCED, FakeControl, FakeSink
+
+WORD = LearnerDirectives(command="run", staleness_budget=3, publish_period=2)
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step=step, t_train=1, t_idle=0, reward=0, trained=[f"w{step}"], lags={0: 1})
+
+
+@pytest.fixture
+def parts(tmp_path: Path):
+    control, sink, directives = FakeControl(), FakeSink(), Directives(WORD)
+    outbox = Outbox(control, directives)  # type: ignore[arg-type]
+    saved: list[int] = []
+
+    def keep(root: Path, checkpoint: Checkpoint) -> None:
+        saved.append(checkpoint.progress.step)
+
+    publisher = Publisher(sink, tmp_path, outbox, directives, save_checkpoint=keep)
+    outbox.start()
+    publisher.start()
+    yield control, sink, directives, outbox, publisher, saved
+    control.gate.set()
+    sink.gate.set()
+    publisher.stop()
+    outbox.stop()
+
+
+def save_of(step: int, *, version: bool = True, checkpoint: bool = True) -> Save:
+    kept = Checkpoint(Progress(job_id="j", step=step), {}, {}, torch.random.get_rng_state())
+    return Save(step if version else None, {"w": torch.tensor(float(step))}, kept if checkpoint else None)
+
+
+def test_reports_leave_in_order_and_are_pending_until_acknowledged(parts):
+    control, _, _, outbox, _, _ = parts
+    control.gate.clear()
+    evaluation = EvalReport(step=2, reward=0.5, prompts=3)
+    for message in (report(1), report(2), evaluation, report(3)):
+        outbox.put(message)
+    assert outbox.pending() == ([report(1), report(2), report(3)], [evaluation])
+    control.gate.set()
+    outbox.flush(20)
+    assert control.log == [report(1), report(2), evaluation, report(3)]
+    assert outbox.pending() == ([], [])
+
+
+def test_answers_carry_directives(parts):
+    control, _, directives, outbox, _, _ = parts
+    control.word = WORD.model_copy(update={"command": "pause", "staleness_budget": 6})
+    outbox.put(report(1))
+    outbox.flush(20)
+    assert directives.current().staleness_budget == 6
+    assert directives.urgent.is_set()
+
+
+def test_a_fenced_learner_keeps_its_reports_and_stops(parts):
+    control, _, directives, outbox, _, _ = parts
+    control.error = FENCED
+    outbox.put(report(1))
+    with pytest.raises(type(FENCED)):
+        outbox.flush(20)
+    assert outbox.pending()[0] == [report(1)]
+    with pytest.raises(type(FENCED)):
+        directives.current()
+
+
+def test_flush_has_an_end(parts):
+    control, _, _, outbox, _, _ = parts
+    control.gate.clear()
+    outbox.put(report(1))
+    with pytest.raises(LearnerError, match="not acknowledged"):
+        outbox.flush(0.01)
+
+
+def test_checkpoint_before_version_before_announcement(parts):
+    control, sink, _, outbox, publisher, _saved = parts
+    order: list[str] = []
+    publisher._save = lambda root, c: order.append("checkpoint")
+    publish, upload = sink.publish, sink.upload
+    sink.publish = lambda v, w: (order.append("publish"), publish(v, w))[1]
+    sink.upload = lambda v: (order.append("upload"), upload(v))[1]
+    publisher.submit(save_of(2))
+    publisher.flush(20)
+    outbox.flush(20)
+    assert order == ["checkpoint", "publish", "upload"]
+    assert control.versions == [(2, False), (2, True)]
+
+
+def test_while_one_publish_runs_the_newest_waiting_one_wins(parts):
+    _control, sink, _, outbox, publisher, saved = parts
+    sink.gate.clear()
+    publisher.submit(save_of(2))
+    assert sink.entered.wait(20)
+    for step in (4, 6, 8):
+        publisher.submit(save_of(step))
+    sink.gate.set()
+    publisher.flush(20)
+    outbox.flush(20)
+    assert sink.published == [2, 8]
+    assert saved == [2, 8]
+    assert publisher.skipped == 2
+    assert float(sink.weights[8]["w"]) == 8.0
+
+
+def test_what_only_saves_does_not_displace_a_version_and_the_other_way_round(parts):
+    _, sink, _, _, publisher, saved = parts
+    sink.gate.clear()
+    publisher.submit(save_of(2))
+    assert sink.entered.wait(20)
+    publisher.submit(save_of(4, checkpoint=False))
+    publisher.submit(save_of(5, version=False))
+    publisher.submit(save_of(6, checkpoint=False))
+    sink.gate.set()
+    publisher.flush(20)
+    assert sink.published == [2, 6]
+    assert saved == [2, 5]
+
+
+def test_an_object_store_that_is_away_costs_only_the_stored_mark(parts):
+    control, sink, _, outbox, publisher, _ = parts
+    sink.upload_error = Unavailable("away")
+    publisher.submit(save_of(2))
+    publisher.flush(20)
+    outbox.flush(20)
+    assert control.versions == [(2, False)]
+    assert publisher.upload_failures == 1
+
+
+def test_a_checkpoint_that_fails_ends_the_learner_and_publishes_nothing(parts):
+    _, sink, _directives, _, publisher, _ = parts
+
+    def full(root: Path, checkpoint: Checkpoint) -> None:
+        raise LearnerError("disk full")
+
+    publisher._save = full
+    publisher.submit(save_of(2))
+    with pytest.raises(LearnerError, match="disk full"):
+        publisher.flush(20)
+    assert sink.published == []
+
+
+def test_heartbeats_go_on_while_the_service_is_away_and_end_when_fenced():
+    control, directives = FakeControl(), Directives(WORD)
+    status = Status()
+    heart = Heart(control, status, directives, lambda: 7, period_s=0.01)  # type: ignore[arg-type]
+    control.error = Unavailable("restarting")
+    heart.start()
+    try:
+        assert directives.urgent.wait(0.3) is False
+        assert control.beats > 3
+        control.error = FENCED
+        assert directives.urgent.wait(20)
+        with pytest.raises(type(FENCED)):
+            directives.current()
+    finally:
+        heart.stop()
+
+
+def test_a_heartbeat_says_how_long_it_has_waited():
+    now = [0.0]
+    status = Status(clock=lambda: now[0])
+    status.set("waiting", 4)
+    now[0] = 5.0
+    status.set("waiting")
+    beat = status.heartbeat(11)
+    assert (beat.step, beat.state, beat.waiting_for_s, beat.bytes_served) == (4, "waiting", 5.0, 11)
+    status.set("training", 5)
+    assert status.heartbeat(11).waiting_for_s == 0

@@ -1,0 +1,150 @@
+"""One step, and a run that is cut in two."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from app.learner.buffer import Group
+from app.learner.model import unique_weights
+from app.learner.trainer import GRPOTrainer
+from app.protocol.errors import LearnerError
+from app.protocol.trajectory import Rollout
+from tests.unit.learner.samples import batch, group, job, random_model
+
+
+def weights(model):
+    return {name: t.clone() for name, t in unique_weights(model).items()}
+
+
+def same(one, two) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def trained(limit: int, groups, steps: int = 2):
+    trainer = GRPOTrainer(random_model(), job(learner={"micro_batch_tokens": limit}))
+    metrics = [trainer.step(groups) for _ in range(steps)]
+    return weights(trainer.model), metrics
+
+
+@pytest.mark.parametrize("limit", [1, 20, 100])
+def test_the_split_into_micro_batches_does_not_matter(limit: int):
+    whole, whole_metrics = trained(100_000, batch(1))
+    cut, cut_metrics = trained(limit, batch(1))
+    assert all((whole[k] - cut[k]).abs().max() < 1e-5 for k in whole)
+    for one, two in zip(whole_metrics, cut_metrics, strict=True):
+        assert one.values == pytest.approx(two.values, abs=1e-5)
+
+
+def test_gradient_is_that_of_a_slow_loop_over_tokens():
+    groups = [*batch(2, 3), group("silent", rewards=(1.0, 1.0, 1.0, 1.0))]
+    spec = job(learner={"grad_clip": 1e9, "warmup_steps": 0})
+    model, slow = random_model(), random_model()
+    total = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
+    loss = torch.zeros(())
+    for g in groups:
+        rewards = torch.tensor([r.reward for r in g.rollouts], dtype=torch.float64)
+        for r, reward in zip(g.rollouts, rewards, strict=True):
+            advantage = float((reward - rewards.mean()) / (rewards.std() + 1e-4))
+            for i, token in enumerate(r.completion_ids):
+                seen = torch.tensor([[*r.prompt_ids, *r.completion_ids[:i]]])
+                logprob = torch.log_softmax(slow(input_ids=seen).logits[0, -1], -1)[token]
+                ratio = torch.exp(logprob - r.logprobs[i])
+                loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) / total
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in slow.parameters()))
+    metrics = GRPOTrainer(model, spec).step(groups)
+    assert metrics.values["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics.values["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_groups_without_signal_change_nothing_but_the_denominator():
+    silent = [group(f"s{i}", rewards=(0.0,) * 4) for i in range(3)]
+    spec = job(learner={"grad_clip": 1e9})
+    alone = GRPOTrainer(random_model(), spec).step(batch(3))
+    diluted = GRPOTrainer(random_model(), spec).step([*batch(3), *silent])
+    share = alone.values["tokens"] / diluted.values["tokens"]
+    assert diluted.values["grad_norm"] == pytest.approx(alone.values["grad_norm"] * share, rel=1e-4)
+    assert diluted.values["zero_variance_share"] == 3 / 8
+
+
+def test_a_batch_without_any_signal_is_a_step_with_zero_gradient():
+    trainer = GRPOTrainer(random_model(), job())
+    before = weights(trainer.model)
+    metrics = trainer.step([group("s", rewards=(1.0,) * 4)])
+    assert metrics.values["grad_norm"] == 0.0
+    assert metrics.reward == 1.0
+    assert trainer.steps == 1
+    assert same(before, weights(trainer.model))
+
+
+def test_a_rehearsal_leaves_no_trace():
+    trainer, untouched = (GRPOTrainer(random_model(), job()) for _ in range(2))
+    for t in (trainer, untouched):
+        t.step(batch(1))
+    before, state, rng = weights(trainer.model), trainer.state(), torch.random.get_rng_state()
+    assert trainer.rehearse(40, [[1, 2, 3], [4, 5]], 6) > 0
+    assert same(before, weights(trainer.model))
+    assert same(state.optimizer, trainer.state().optimizer)
+    assert torch.equal(rng, torch.random.get_rng_state())
+    assert trainer.step(batch(2)).values == untouched.step(batch(2)).values
+    assert same(weights(trainer.model), weights(untouched.model))
+
+
+def test_learning_rate_warms_up_over_the_first_steps():
+    trainer = GRPOTrainer(random_model(), job(learner={"learning_rate": 0.004, "warmup_steps": 4}))
+    rates = [trainer.step(batch(i)).values["learning_rate"] for i in range(6)]
+    assert rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004, 0.004])
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    trainer = GRPOTrainer(random_model(), job())
+    trainer.step(batch(1))
+    before, optimizer = weights(trainer.model), trainer.state().optimizer
+    bad = Group("bad", tuple(Rollout("bad", 0, i, [1], [2], [math.nan], [0], [0], float(i), "stop") for i in range(2)))
+    with pytest.raises(LearnerError, match="step 2 is not finite"):
+        trainer.step([bad])
+    assert same(before, weights(trainer.model))
+    assert same(optimizer, trainer.state().optimizer)
+    assert trainer.steps == 1
+
+
+def test_resumed_run_equals_the_uninterrupted_one_bit_by_bit():
+    whole = GRPOTrainer(random_model(), job())
+    losses = [whole.step(batch(i)).values["loss"] for i in range(6)]
+    first = GRPOTrainer(random_model(), job())
+    cut = [first.step(batch(i)).values["loss"] for i in range(3)]
+    state = first.state()
+    first.step(batch(99))  # the state must be a copy
+    second = GRPOTrainer(random_model(seed=5), job())
+    second.restore(state)
+    cut += [second.step(batch(i)).values["loss"] for i in range(3, 6)]
+    assert cut == losses
+    assert same(weights(second.model), weights(whole.model))
+
+
+def test_the_state_of_another_model_is_refused():
+    trainer = GRPOTrainer(random_model(), job())
+    state = trainer.state()
+    state.weights.popitem()
+    with pytest.raises(LearnerError, match="another model"):
+        trainer.restore(state)
+
+
+def test_temperature_is_part_of_the_distribution():
+    from app.learner.sampling import sample
+
+    spec = job(sampling={"temperature": 2.0, "max_tokens": 5})
+    model = random_model()
+    made = sample(
+        model, [[1, 2, 3]] * 8, max_tokens=5, temperature=2.0, eos=frozenset({0}), generator=torch.Generator()
+    )
+    rows = [
+        Rollout("a", 0, i, [1, 2, 3], c.ids, c.logprobs, [0], [0], float(i % 2), c.finish_reason)
+        for i, c in enumerate(made)
+    ]
+    values = GRPOTrainer(model, spec).step([Group("a", tuple(rows))]).values
+    assert values["mismatch_kl"] < 1e-9
+    assert values["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -1,0 +1,118 @@
+"""Whose snapshots are installed: only this job's, only as they were signed."""
+
+import json
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from pydantic import ValidationError
+
+from app.protocol.errors import IntegrityError
+from app.snapshots import Manifest, TensorEntry, load_or_create_key, new_key, public_hex, sign, verify
+
+KEY = new_key()
+PAYLOAD = bytes(range(256)) * 4 + b"x"
+
+
+def manifest(**changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "job_id": "j1",
+        "version": 3,
+        "payload_bytes": len(PAYLOAD),
+        "payload_blake3": blake3(PAYLOAD).hexdigest(),
+        "leaf_bytes": 256,
+        "chunk_bytes": 512,
+        "leaf_hashes": [blake3(PAYLOAD[i : i + 256]).hexdigest() for i in range(0, len(PAYLOAD), 256)],
+        "tensors": [
+            TensorEntry(name="a", dtype="BF16", shape=[2, 3], begin=8, end=20),
+            TensorEntry(name="b", dtype="F32", shape=[], begin=20, end=24),
+        ],
+        "created_at": datetime(2026, 1, 2, tzinfo=UTC),
+    }
+    return Manifest.model_validate(fields | changes)
+
+
+def test_a_signed_manifest_comes_back_as_it_was() -> None:
+    original = manifest()
+    assert verify(sign(original, KEY), public_key=public_hex(KEY), job_id="j1") == original
+    assert (original.leaves, original.chunks, original.leaf_size(0), original.leaf_size(4)) == (5, 3, 256, 1)
+
+
+def test_another_key_or_job_is_refused() -> None:
+    document = sign(manifest(), KEY)
+    with pytest.raises(IntegrityError, match="signature"):
+        verify(document, public_key=public_hex(new_key()), job_id="j1")
+    with pytest.raises(IntegrityError, match="job j1"):
+        verify(document, public_key=public_hex(KEY), job_id="j2")
+
+
+def test_a_changed_manifest_is_refused() -> None:
+    document = json.loads(sign(manifest(), KEY))
+    document["manifest"] = document["manifest"].replace('"version":3', '"version":4')
+    with pytest.raises(IntegrityError, match="signature"):
+        verify(json.dumps(document).encode(), public_key=public_hex(KEY), job_id="j1")
+
+
+def test_a_signature_over_bare_text_is_no_manifest() -> None:
+    text = manifest().model_dump_json()
+    document = json.dumps({"manifest": text, "signature": KEY.sign(text.encode()).hex()}).encode()
+    with pytest.raises(IntegrityError, match="signature"):
+        verify(document, public_key=public_hex(KEY), job_id="j1")
+
+
+def test_a_later_format_is_refused_even_when_signed() -> None:
+    text = manifest().model_dump_json().replace('"format":1', '"format":2')
+    signature = KEY.sign(b"echo2 snapshot manifest\n" + text.encode()).hex()
+    document = json.dumps({"manifest": text, "signature": signature}).encode()
+    with pytest.raises(IntegrityError, match="format"):
+        verify(document, public_key=public_hex(KEY), job_id="j1")
+
+
+@pytest.mark.parametrize("document", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"manifest": "{}", "signature": "00"}'])
+def test_what_is_no_document_is_refused(document: bytes) -> None:
+    with pytest.raises(IntegrityError):
+        verify(document, public_key=public_hex(KEY), job_id="j1")
+
+
+def test_an_oversized_document_is_refused_unread() -> None:
+    with pytest.raises(IntegrityError, match="at most"):
+        verify(b" " * (64 * 1024 * 1024 + 1), public_key=public_hex(KEY), job_id="j1")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": -1},
+        {"version": 2**31},
+        {"payload_bytes": 0},
+        {"leaf_hashes": manifest().leaf_hashes[:-1]},
+        {"leaf_hashes": ["zz"] * 5},
+        {"leaf_bytes": 0},
+        {"chunk_bytes": 300},
+        {"base": 2},
+        {"kind": "delta"},
+        {"tensors": [{"name": "a", "dtype": "BF16", "shape": [2], "begin": 0, "end": 5}]},
+        {"tensors": [{"name": "a", "dtype": "BF16", "shape": [600], "begin": 0, "end": 1200}]},
+        {"tensors": [{"name": "a", "dtype": "BF16", "shape": [2], "begin": b, "end": b + 4} for b in (0, 4)]},
+        {"tensors": [{"name": n, "dtype": "BF16", "shape": [2], "begin": 0, "end": 4} for n in "ab"]},
+        {"assets": [{"path": "../x", "size": 1, "blake3": "0" * 64}]},
+        {"created_at": datetime(2026, 1, 2)},
+        {"surprise": 1},
+    ],
+)
+def test_an_inconsistent_manifest_does_not_exist(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        manifest(**changes)
+
+
+def test_the_key_is_kept_and_only_for_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    first = load_or_create_key(path)
+    assert public_hex(load_or_create_key(path)) == public_hex(first)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_text("not a key")
+    with pytest.raises(IntegrityError, match="Ed25519"):
+        load_or_create_key(path)
