@@ -99,8 +99,9 @@ def build_services(
     *,
     providers: Mapping[str, Provider] | None = None,
     clock: Callable[[], float] = time.time,
+    supervisor: Callable[[Core], Supervisor] = Supervisor,
 ) -> Services:
-    """All services on one core."""
+    """All services on one core. `supervisor` makes what starts the learners."""
     metrics = Metrics()
     secret = Secrets(load_secret(settings))
     core = Core(
@@ -120,7 +121,7 @@ def build_services(
     )
     leases, market, work = Leases(core), Market(core), Work(core)
     node_service = Nodes(core, leases)
-    lifecycle = Lifecycle(core, node_service, Supervisor(core))
+    lifecycle = Lifecycle(core, node_service, supervisor(core))
     controller = Controller(core, market, leases, node_service, work, lifecycle)
     reconciler = Reconciler(core, leases)
     return Services(

@@ -22,6 +22,8 @@ class Exposure:
     """Leases whose fate is not known yet: they may cost as much as asked for."""
     wind_down_s: float = 120.0
     """How long it takes to checkpoint, drain and give everything back."""
+    unseen: int = 0
+    """What leases may have cost since they were asked for, of which no listing told yet."""
 
     @property
     def wind_down(self) -> int:
@@ -31,7 +33,7 @@ class Exposure:
     @property
     def committed(self) -> int:
         """Spent, accrued and the cost of winding down."""
-        return self.spent + self.wind_down
+        return self.spent + self.unseen + self.wind_down
 
     @property
     def remaining(self) -> int:

@@ -6,9 +6,10 @@ asked to do it; a tick that is repeated, or that dies at any point, does no harm
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -69,6 +70,8 @@ class Controller:
         self.nodes = nodes
         self.work = work
         self.lifecycle = lifecycle
+        self._deciding = asyncio.Lock()
+        """From looking to the committed intents: two decisions at once would both fill the same gap."""
         self._short: dict[str, str] = {}
         """Job → what it was last told about being short of capacity, so that it is told once."""
 
@@ -97,6 +100,10 @@ class Controller:
 
     async def decide(self, job_id: str, why: str) -> None:
         """Estimate, decide, write down, act."""
+        async with self._deciding:
+            await self._decide(job_id, why)
+
+    async def _decide(self, job_id: str, why: str) -> None:
         async with self.core.db.write() as session:
             seen = await self._observe(session, job_id)
             if seen.job.status not in LOOPING or seen.job.t_train is None:
@@ -218,10 +225,7 @@ class Controller:
         exposure = money.exposure(seen.job, seen.leases, now, settings.wind_down_seconds)
         choices, extra = [], 0
         for p in wanted:
-            held = budget.Exposure(
-                exposure.budget, exposure.spent, exposure.burn_micros_h, exposure.pending_micros_h + extra,
-                exposure.wind_down_s,
-            )  # fmt: skip
+            held = replace(exposure, pending_micros_h=exposure.pending_micros_h + extra)
             if not budget.can_rent(held, p.price.total, settings.min_lease_seconds):
                 self._tell_once(
                     session, seen.job.id, "budget_holds",

@@ -21,8 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import bootstrap, money
 from app.fleet.core import Core
 from app.protocol.base import usd
-from app.protocol.node import NodeState
-from app.storage.models import Cooldown, Job, Lease, LeaseState, Node
+from app.storage.models import Cooldown, Job, Lease, LeaseState
 from providers.base import Billing, Offer, ProviderError, RentResult, RentSpec
 
 log = logging.getLogger(__name__)
@@ -185,6 +184,9 @@ class Leases:
             lease.exists_since = lease.disk_until = lease.created_at
         if lease.release_wanted:
             self.request_release(session, lease, lease.reason)
+        elif lease.join_token_used_at is not None:
+            # A fast machine joins before the answer to the create call is here.
+            self.move(lease, LeaseState.ACTIVE, "its node has joined")
         else:
             self.move(lease, LeaseState.BOOTING, "waiting for the machine to start and its node to join")
             self.core.emit(
@@ -249,15 +251,15 @@ class Leases:
         lease.ended_at = self.core.clock()
         money.close(session, lease, lease.ended_at, self.core.metrics)
 
-    async def released(self, session: AsyncSession, lease: Lease, reason: str) -> None:
+    def released(self, session: AsyncSession, lease: Lease, reason: str) -> None:
         """The provider shows that it is gone."""
         if lease.ended_at is None:
             self.end_billing(session, lease)
+        else:
+            # The GPU's start may have been seen only after the release was accepted.
+            money.close(session, lease, lease.ended_at, self.core.metrics)
         lease.gpu_running = False
         self.move(lease, LeaseState.RELEASED, reason)
-        node = (await session.scalars(select(Node).where(Node.lease_id == lease.id))).first()
-        if node is not None and node.state not in (NodeState.GONE, NodeState.LOST):
-            node.state, node.state_since, node.reason = NodeState.GONE, self.core.clock(), reason
         cost = usd(sum(money.spent(lease, self.core.clock()).values()))
         self.core.emit(
             session, lease.job_id, "lease_released", f"{lease.gpu_name} is gone after ${cost}: {reason}", lease=lease.id

@@ -42,6 +42,7 @@ class Lifecycle:
             status = JobStatus(job.status)
             if status.final:
                 return
+            await self.nodes.expire(session, job)
             leases = list(await session.scalars(select(Lease).where(Lease.job_id == job_id)))
             if status is JobStatus.DRAINING:
                 start_learner = await self._draining(session, job, leases)
@@ -102,8 +103,6 @@ class Lifecycle:
             if job.ready_at is None and late:
                 self.end(session, job, JobStatus.FAILED, f"the learner was not ready within {READY_TIMEOUT_S:.0f} s")
             return False
-        if job.step > 0:
-            self.supervisor.progressed(job)
         if self.supervisor.exhausted(job):
             tail = self.supervisor.log_tail(job.id)
             self.end(

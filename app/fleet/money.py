@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import ledger
 from app.fleet.budget import Exposure
 from app.fleet.metrics import Metrics
+from app.protocol.job import JobStatus
 from app.storage.models import Job, Lease, LeaseState, LedgerEntry
 
 KINDS = ("gpu", "disk", "download", "upload")
@@ -100,7 +101,12 @@ def total_spent(leases: Iterable[Lease], now: float) -> int:
 
 
 def exposure(job: Job, leases: Sequence[Lease], now: float, wind_down_s: float) -> Exposure:
-    """The job's money now. A lease whose fate is unknown counts with all that it may cost."""
+    """The job's money now. A lease whose fate is unknown counts with all that it may cost.
+
+    A job that drains has used a part of the time that was kept back for it.
+    """
+    if job.status == JobStatus.DRAINING:
+        wind_down_s = max(0.0, wind_down_s - (now - job.status_since))
     live = [x for x in leases if LeaseState(x.state).open and x.ended_at is None]
     unclear = {LeaseState.INTENT, LeaseState.UNKNOWN}
     return Exposure(
@@ -109,7 +115,16 @@ def exposure(job: Job, leases: Sequence[Lease], now: float, wind_down_s: float) 
         burn_micros_h=sum(x.effective_micros_h for x in live if x.state not in unclear),
         pending_micros_h=sum(x.effective_micros_h for x in live if x.state in unclear),
         wind_down_s=wind_down_s,
+        unseen=sum(_unseen(x, now) for x in live),
     )
+
+
+def _unseen(lease: Lease, now: float) -> int:
+    """What may have been billed since the create call without our knowing: a listing will tell."""
+    hours = (now - lease.created_at) / 3600
+    if lease.exists_since is None:
+        return round(lease.effective_micros_h * hours)
+    return round(lease.rate_micros_h * hours) if lease.gpu_since is None else 0
 
 
 async def close_due(session: AsyncSession, now: float, metrics: Metrics) -> None:

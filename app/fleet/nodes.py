@@ -69,7 +69,8 @@ class Nodes:
     def _new_node(self, session: AsyncSession, job: Job, lease: Lease, request: JoinRequest, node_token: str) -> Node:
         now = self.core.clock()
         lease.join_token_used_at = now
-        self.leases.move(lease, LeaseState.ACTIVE, "its node has joined")
+        if lease.instance_id is not None:
+            self.leases.move(lease, LeaseState.ACTIVE, "its node has joined")
         node = Node(
             id="node_" + secrets.token_hex(8),
             job_id=job.id,
@@ -294,8 +295,10 @@ class Nodes:
                 self.core.emit(session, job.id, "node_lost", f"{lease.gpu_name}: {why}", node=node.id)
                 self.leases.request_release(session, lease, why)
             elif node.drain and now - node.state_since > DRAIN_S:
-                await self._depart(session, node, NodeState.GONE, node.reason)
-                self.leases.request_release(session, lease, node.reason)
+                await self._depart(session, node, NodeState.GONE, lease.reason)
+                self.leases.request_release(session, lease, lease.reason)
+            elif now >= lease.expires_at:
+                await self.retire(session, lease, "its lease time is over")
 
     async def _depart(self, session: AsyncSession, node: Node, state: NodeState, reason: str) -> None:
         """Take a node out: its leased work is pending again, its children get new upstreams."""

@@ -90,6 +90,7 @@ class Reconciler:
             )
         elif not state.open or (state is LeaseState.RELEASING and (lease.ended_at or 0) < asked_at):
             self._still_there(session, lease, instance)
+            self._billing(session, lease, instance)
             return
         self._billing(session, lease, instance)
         await self._phase(session, lease, instance)
@@ -162,7 +163,10 @@ class Reconciler:
     async def _absent(self, session: AsyncSession, lease: Lease) -> None:
         now, state = self.core.clock(), LeaseState(lease.state)
         if state is LeaseState.RELEASING:
-            await self.leases.released(session, lease, lease.reason)
+            if lease.ended_at is None and now - lease.created_at <= LISTING_LAG_S:
+                # Not destroyed yet, and too young for a listing to prove anything.
+                return
+            self.leases.released(session, lease, lease.reason)
         elif state in (LeaseState.INTENT, LeaseState.UNKNOWN):
             if now - lease.created_at >= self.core.settings.settle_seconds:
                 self.leases.move(lease, LeaseState.REFUSED, "never appeared at the provider")
@@ -175,7 +179,7 @@ class Reconciler:
             if lease.missing_lists >= 2:
                 lease.interrupted = True
                 await self.leases.cool_down(session, lease, "vanished")
-                await self.leases.released(session, lease, "vanished from the provider's list")
+                self.leases.released(session, lease, "vanished from the provider's list")
 
     async def _destroy_stranger(self, provider: str, instance: Instance) -> None:
         """Our label, no lease of ours: left by a database that is gone. Seen twice, it is destroyed."""

@@ -104,7 +104,11 @@ class Loop:
         """Every provider at `reconcile_seconds`; at each round one where something is unsettled."""
         now = self.core.clock()
         async with self.core.db.read() as session:
-            unsettled = set(await session.scalars(select(Lease.provider).where(Lease.state.in_(UNSETTLED)).distinct()))
+            # A joined machine is unsettled until a listing told since when its GPU is paid.
+            unseen = (Lease.state == LeaseState.ACTIVE) & Lease.gpu_since.is_(None)
+            unsettled = set(
+                await session.scalars(select(Lease.provider).where(Lease.state.in_(UNSETTLED) | unseen).distinct())
+            )
         due = [
             name
             for name in self.core.providers

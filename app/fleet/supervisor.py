@@ -28,7 +28,8 @@ class Supervisor:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._steps_at_start: dict[str, int] = {}
+        self._marks: dict[str, tuple[int, int]] = {}
+        """Job → the highest step seen when a learner was found dead, and how often it had been started by then."""
 
     def workdir(self, job_id: str) -> Path:
         """Folder of the learner: checkpoints, log."""
@@ -45,12 +46,12 @@ class Supervisor:
         return quiet < SILENCE_S or _is_learner(job.learner_pid, job.id)
 
     def exhausted(self, job: Job) -> bool:
-        """Whether it was started too often without getting anywhere."""
-        return job.learner_starts - self._steps_at_start.get(job.id, 0) >= MAX_STARTS_WITHOUT_STEP
-
-    def progressed(self, job: Job) -> None:
-        """A step was made: earlier deaths no longer count."""
-        self._steps_at_start[job.id] = job.learner_starts
+        """Whether it was started too often without getting any further; a new highest step forgives earlier deaths."""
+        step, starts = self._marks.get(job.id, (0, 0))
+        if job.step > step:
+            step, starts = job.step, job.learner_starts
+            self._marks[job.id] = (step, starts)
+        return job.learner_starts - starts >= MAX_STARTS_WITHOUT_STEP
 
     async def start(self, job_id: str) -> None:
         """Start a learner process whose output goes to `learner.log`."""

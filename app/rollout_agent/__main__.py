@@ -18,7 +18,7 @@ from app.protocol.errors import EchoError
 from app.rollout_agent.agent import Agent
 from app.rollout_agent.config import AgentSettings, load_settings, relay_address, self_destruct
 from app.rollout_agent.engines.base import Engine
-from app.rollout_agent.engines.registry import choose_device, gpu_name, make_engine
+from app.rollout_agent.engines.registry import gpu_name, make_engine
 from app.rollout_agent.lifecycle import Ending
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ async def _run(settings: AgentSettings, engine: Engine) -> Ending:
             http,
             relay=relay_address(settings.relay_port, os.environ),
             self_destruct=self_destruct(os.environ),
-            gpu_name=gpu_name() if choose_device(settings.device) == "cuda" else "",
+            gpu_name=settings.gpu_name or gpu_name(),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -37,6 +37,8 @@ class AgentSettings(BaseSettings):
     """Slow the engine down to this many completion tokens a second: a simulated machine."""
     orphan_timeout_s: float = Field(default=900.0, gt=0)
     """End when the control service has been unreachable for so long."""
+    gpu_name: str = Field(default="", max_length=200)
+    """Name to give as the GPU's; default: what PyTorch finds."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default 1 on a CPU, PyTorch's own choice on a GPU."""
 
@@ -102,8 +104,9 @@ class SelfDestruct:
 
 
 def self_destruct(env: Mapping[str, str]) -> SelfDestruct | None:
-    """The machine's own means to end itself; None where the environment has none."""
-    url, instance, key = env.get("ECHO2_VAST_URL"), env.get("CONTAINER_ID"), env.get("CONTAINER_API_KEY")
+    """The machine's own means to end itself (`ECHO2_VAST_URL`, else `VAST_URL`); None where it has none."""
+    url = env.get("ECHO2_VAST_URL") or env.get("VAST_URL")
+    instance, key = env.get("CONTAINER_ID"), env.get("CONTAINER_API_KEY")
     if not (url and instance and key):
         return None
     return SelfDestruct(url.rstrip("/"), instance, key)

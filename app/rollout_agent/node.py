@@ -23,6 +23,7 @@ from app.rollout_agent.client import NodeClient
 from app.rollout_agent.config import AgentSettings, RelayAddress
 from app.rollout_agent.delivery import Delivery, report_softly
 from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.worker import Worker
 from app.snapshots.puller import Puller, Source
@@ -217,15 +218,16 @@ class Node:
             max_upload_bytes=self._joined.max_upload_bytes,
             clock=self._clock,
         )
+        source = WorkSource(self._client, self._ledger, lambda: self._engine.version, clock=self._clock)
         return Worker(
             self._client,
             self._engine,
             text,
+            source,
             delivery,
             self._ledger,
             sampling=self._joined.sampling,
             engine_pool=self._engine_pool,
-            target_version=lambda: self.directives.target_version,
             clock=self._clock,
         )
 

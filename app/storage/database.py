@@ -1,7 +1,7 @@
 """The database: one engine, short transactions, schema by Alembic.
 
-Invariant: a transaction never waits for the network. Writers take the write lock at BEGIN (SQLite would otherwise find
-out at COMMIT that somebody else wrote), so a read-modify-write inside `write()` is atomic on SQLite and PostgreSQL.
+Invariant: a transaction never waits for the network. Writers take one write lock at BEGIN (SQLite would otherwise
+find out at COMMIT that somebody else wrote), so a read-modify-write inside `write()` is atomic on SQLite and PostgreSQL.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, event, make_url
+from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+WRITE_LOCK = 0x6563686F32
+"""PostgreSQL advisory lock of writers ("echo2"): what BEGIN IMMEDIATE is to SQLite."""
 
 
 def async_url(url: str) -> str:
@@ -65,6 +67,8 @@ class Database:
                 await session.commit()
         else:
             async with self._sessions() as session:
+                # READ COMMITTED alone would let two writers read the same counter and both act on it.
+                await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": WRITE_LOCK})
                 yield session
                 await session.commit()
 

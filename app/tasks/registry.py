@@ -35,3 +35,8 @@ def load_task(spec: TaskSpec, seed: int) -> Task:
         detail = f"task {spec.name!r} is not known; known tasks: {', '.join(TASKS)}"
         raise BadInput(detail, errors=[FieldError("/task/name", detail)])
     return factory(spec.params, seed)
+
+
+def check_task(spec: TaskSpec) -> None:
+    """Raises BadInput as `load_task` does, and for a task without a first prompt. Draws nothing beyond that one."""
+    load_task(spec, 0).train(0)

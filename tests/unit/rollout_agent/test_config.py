@@ -84,6 +84,7 @@ def test_self_destruct_needs_all_three_and_hides_its_key() -> None:
     assert found is not None
     assert (found.url, found.instance, found.key) == ("https://vast.example", "12", "k3y")
     assert "k3y" not in repr(found)
+    assert self_destruct({**env, "ECHO2_VAST_URL": "", "VAST_URL": "http://market"}) is not None
     for name in env:
         assert self_destruct({k: v for k, v in env.items() if k != name}) is None
 

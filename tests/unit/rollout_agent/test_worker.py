@@ -13,6 +13,7 @@ from app.protocol.job import SamplingSpec
 from app.rollout_agent.batch import TextSide
 from app.rollout_agent.delivery import Delivery
 from app.rollout_agent.engines.base import Interrupted
+from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
 from app.rollout_agent.worker import Worker
 from tests.unit.rollout_agent.fakes import Clock, Echo, Letters, ScriptedEngine, Wire, accept, pool, problem, rows_of
@@ -51,13 +52,12 @@ class Shift:
                 client,
                 self.engine,
                 text,
+                WorkSource(client, self.ledger, lambda: 7, clock=self.clock, sleep=self.clock.sleep),
                 delivery,
                 self.ledger,
                 sampling=SamplingSpec(max_tokens=2),
                 engine_pool=engine_pool,
-                target_version=lambda: 7,
                 clock=self.clock,
-                sleep=self.clock.sleep,
             )
             self._worker = worker
             if installed:
