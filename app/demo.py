@@ -269,7 +269,7 @@ def _follow(feed: Feed, incidents: Incidents, console: Console, plain: bool) -> 
 def _summary(http: httpx.Client, market: httpx.Client, feed: Feed, job_id: str, wall: float) -> dict[str, Any]:
     job, fleet = feed.read()
     cost = unwrap(http.get(f"/v1/jobs/{job_id}/cost"))
-    books = unwrap(market.get("/_market/state"))
+    books = _books(market)
     steps = _all_steps(http, job_id)
     broadcast, totals = fleet["broadcast"], fleet["totals"]
     return {
@@ -295,6 +295,16 @@ def _summary(http: httpx.Client, market: httpx.Client, feed: Feed, job_id: str, 
         "t_bcast_mean": broadcast["t_bcast_mean"],
         "wall_seconds": round(wall, 1),
     }
+
+
+def _books(market: httpx.Client) -> dict[str, Any]:
+    """The marketplace's own books, once the processes of destroyed machines had their grace to end."""
+    deadline = time.monotonic() + 15
+    while True:
+        books: dict[str, Any] = unwrap(market.get("/_market/state"))
+        if books["running"] == 0 or time.monotonic() > deadline:
+            return books
+        time.sleep(0.2)
 
 
 def _all_steps(http: httpx.Client, job_id: str) -> list[dict[str, Any]]:

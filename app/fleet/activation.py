@@ -1,7 +1,8 @@
 """Which machines to rent and which to give back. Pure.
 
-Invariant: the chosen cover never costs more than the paper's prefix rule (cheapest ρ first until Σμ ≥ target), holds
-at most `slots` machines, and one per machine id; nobody is swapped unless the saving pays for the switch.
+Invariant: the pool is held at its target by the cheapest cover of what is missing, never with more than `slots`
+machines; nobody is swapped unless the saving pays for the switch, and a price that swings makes nobody move twice
+within `Policy.settle_s`.
 """
 
 from __future__ import annotations
@@ -9,83 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from app.fleet.cover import Candidate, cheapest_cover, prefix
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An offer or a running lease: effective micro-dollars per hour, effective rollouts per second."""
+__all__ = ["Candidate", "Decision", "Policy", "Running", "cheapest_cover", "decide", "prefix"]
 
-    key: str
-    machine: str
-    price: int
-    mu: float
-
-    @property
-    def rho(self) -> float:
-        """Unit cost, micro-dollars per hour for one rollout per second."""
-        return self.price / self.mu if self.mu > 0 else float("inf")
-
-
-def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """By ρ, one per machine, without those that do nothing."""
-    seen: set[str] = set()
-    out = []
-    for c in sorted(candidates, key=lambda c: (c.rho, c.price, c.key)):
-        if c.mu > 0 and c.machine not in seen:
-            seen.add(c.machine)
-            out.append(c)
-    return out
-
-
-def prefix(candidates: Sequence[Candidate], need: float, slots: int) -> list[Candidate]:
-    """The paper's rule: the cheapest ρ first until Σμ ≥ need."""
-    chosen: list[Candidate] = []
-    total = 0.0
-    for c in _ranked(candidates):
-        if total >= need or len(chosen) == slots:
-            break
-        chosen.append(c)
-        total += c.mu
-    return chosen
-
-
-def cheapest_cover(candidates: Sequence[Candidate], need: float, slots: int) -> list[Candidate]:
-    """A cheap set with Σμ ≥ need in at most `slots` machines; the fastest reachable set if none covers it.
-
-    Tries each prefix of the ρ order closed by the cheapest single machine that covers the rest, and takes away what
-    the set does not need. The plain prefix is among the tries, so it is never dearer than that.
-    """
-    if need <= 0 or slots <= 0:
-        return []
-    ranked = _ranked(candidates)
-    best: list[Candidate] | None = None
-    total, kept = 0.0, 0
-    for kept in range(min(slots, len(ranked) + 1)):
-        rest = ranked[kept:]
-        closing = min((c for c in rest if total + c.mu >= need), key=lambda c: (c.price, c.key), default=None)
-        if closing is not None:
-            trial = _trim([*ranked[:kept], closing], need)
-            if best is None or _cost(trial) < _cost(best):
-                best = trial
-        if kept == len(ranked) or total >= need:
-            break
-        total += ranked[kept].mu
-    if best is not None:
-        return best
-    return sorted(ranked, key=lambda c: -c.mu)[:slots]
-
-
-def _trim(chosen: list[Candidate], need: float) -> list[Candidate]:
-    """Without machines that the cover does not need, dearest first."""
-    total = sum(c.mu for c in chosen)
-    for c in sorted(chosen, key=lambda c: -c.price):
-        if total - c.mu >= need:
-            chosen = [k for k in chosen if k is not c]
-            total -= c.mu
-    return chosen
-
-
-def _cost(chosen: Sequence[Candidate]) -> int:
-    return sum(c.price for c in chosen)
+ROUNDING = 1e-9
+"""Sums of throughputs are compared up to this share: the last bit of a float must not rent a machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +35,26 @@ class Policy:
     """Hysteresis. Defaults from FACTS §2.4 (inferred: the paper gives none)."""
 
     surplus: float = 1.25
-    """Release only what lies above this multiple of the target."""
+    """Release only from a pool that lies above this multiple of the target."""
+    keep: float = 1.05
+    """A release leaves at least this multiple of the target: the distance to renting again is the dead band."""
     min_life_s: float = 120.0
     """No lease is given back for price or surplus before that."""
+    settle_lives: float = 60.0
+    """A lease is swapped for a moderate saving only after so many times `min_life_s`: prices that swing come back."""
+    early_saving: float = 0.65
+    """Share of the old price for which a younger lease is swapped as well: no swing of ±40 % offers as much."""
     switch_s: float = 90.0
     """Start-up time of a replacement: both are paid meanwhile."""
     life_h: float = 1.0
     """How long a saving is expected to last."""
     min_saving: float = 0.15
     """Share of the old price that a swap must save."""
+
+    @property
+    def settle_s(self) -> float:
+        """Age from which a moderate saving is worth a swap."""
+        return self.settle_lives * self.min_life_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +78,30 @@ def decide(
     `slots` is the most machines that the job may have at once, those running included. The price of an endangered
     lease is what keeping it would cost; it competes with the market at that price.
     """
+    if len(running) > max(0, slots):
+        return Decision(release=_excess(running, max(0, slots)))
     safe = [r for r in running if not r.endangered]
     endangered = {r.candidate.key: r for r in running if r.endangered}
     planned = sum(r.candidate.mu for r in safe)
     used = {r.candidate.machine for r in running}
     market = [o for o in offers if o.machine not in used]
-    if planned < target:
+    free = slots - len(running)
+    if planned < target * (1 - ROUNDING):
         pool = [*market, *(r.candidate for r in endangered.values())]
         cover = cheapest_cover(pool, target - planned, slots - len(safe))
-        return _cover_decision(cover, endangered, slots - len(running))
+        if cover:
+            return _cover_decision(cover, endangered, free)
     surplus = _surplus(safe, planned, target, policy)
     if surplus is not None:
         return Decision(release=[surplus])
-    return _swap(safe, market, slots - len(running), policy)
+    return _swap(safe, market, free, policy)
+
+
+def _excess(running: Sequence[Running], slots: int) -> list[tuple[str, str]]:
+    """What has to go because the user allows fewer machines now: the endangered, then the dearest ρ."""
+    worst = sorted(running, key=lambda r: (not r.endangered, -r.candidate.rho, r.candidate.key))
+    why = f"{len(running)} machines, but only {slots} are allowed now"
+    return [(r.candidate.key, why) for r in worst[: len(running) - slots]]
 
 
 def _cover_decision(cover: Sequence[Candidate], endangered: Mapping[str, Running], free: int) -> Decision:
@@ -168,7 +120,7 @@ def _surplus(running: Sequence[Running], planned: float, target: float, policy: 
     old = [r for r in running if r.ready and r.age_s >= policy.min_life_s]
     for r in sorted(old, key=lambda r: -r.candidate.rho):
         left = planned - r.candidate.mu
-        if left >= target and planned > policy.surplus * target:
+        if left >= policy.keep * target and planned > policy.surplus * target:
             return r.candidate.key, f"pool {planned:.4g} > target {target:.4g}, dearest ρ"
     return None
 
@@ -176,12 +128,14 @@ def _surplus(running: Sequence[Running], planned: float, target: float, policy: 
 def _swap(running: Sequence[Running], market: Sequence[Candidate], free: int, policy: Policy) -> Decision:
     """One dear machine for cheaper ones of at least its throughput, if that pays."""
     for r in sorted((r for r in running if r.ready and r.age_s >= policy.min_life_s), key=lambda r: -r.candidate.rho):
-        cover = cheapest_cover(market, r.candidate.mu, max(1, free))
-        if not cover or sum(c.mu for c in cover) < r.candidate.mu:
+        share = policy.min_saving if r.age_s >= policy.settle_s else policy.early_saving
+        cover = _replacement(r.candidate, market, max(1, free), share)
+        if not cover:
             continue
-        saving_h = r.candidate.price - _cost(cover)
-        switch = (r.candidate.price + _cost(cover)) * policy.switch_s / 3600
-        if saving_h < policy.min_saving * r.candidate.price or saving_h * policy.life_h <= switch:
+        cost = sum(c.price for c in cover)
+        saving_h = r.candidate.price - cost
+        switch = (r.candidate.price + cost) * policy.switch_s / 3600
+        if saving_h * policy.life_h <= switch:
             continue
         why = f"swapped for {len(cover)} cheaper: saves ${saving_h / 1e6:.4f}/h, the switch costs ${switch / 1e6:.4f}"
         # At the user's cap there is no room for both: the old one goes first, the market is asked at the next tick.
@@ -189,3 +143,15 @@ def _swap(running: Sequence[Running], market: Sequence[Candidate], free: int, po
             return Decision(release=[(r.candidate.key, why)])
         return Decision(rent=cover, retire=[(r.candidate.key, why)])
     return Decision()
+
+
+def _replacement(old: Candidate, market: Sequence[Candidate], slots: int, share: float) -> list[Candidate]:
+    """The cheapest machines that do as much as the old one and save that share of its price; none if there are none."""
+    limit = old.price * (1 - share)
+    cheap = [o for o in market if o.price <= limit and o.mu > 0]
+    # No cover costs less than the best unit cost times the throughput: most machines need no search.
+    if not cheap or old.mu * min(o.price / min(o.mu, old.mu) for o in cheap) > limit:
+        return []
+    cover = cheapest_cover(cheap, old.mu, slots)
+    covers = sum(c.mu for c in cover) >= old.mu * (1 - ROUNDING)
+    return cover if covers and sum(c.price for c in cover) <= limit else []

@@ -43,3 +43,18 @@ def lease_deadline(*, t_train: float | None, prompts: int, items: int, node_rate
     expected = items / node_rate_groups_s if node_rate_groups_s else items * 2.0
     floor = 4 * t_train if t_train else 0.0
     return min(1800.0, max(20.0, 10 * expected, floor))
+
+
+SLICE = 0.35
+"""Share of T_train that one node's lease may take: what is under way is not at hand when the learner needs it."""
+
+
+def share(*, t_train: float | None, group_size: int, prompts: int, node_rate: float | None) -> int:
+    """Most groups that one node may lease at once: what it makes in a slice of T_train.
+
+    `node_rate` is in rollouts per second. A node that nobody has measured gets an eighth of a batch. Without this bound
+    a few slow nodes hold all that admission lets out, and the learner waits for the slowest of them.
+    """
+    if not node_rate or not t_train:
+        return max(1, prompts // 8)
+    return max(1, min(prompts, round(node_rate * SLICE * t_train / group_size)))

@@ -6,6 +6,7 @@ known when a decision is made.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -28,7 +29,7 @@ class Exposure:
     @property
     def wind_down(self) -> int:
         """What it costs to end now."""
-        return round((self.burn_micros_h + self.pending_micros_h) * self.wind_down_s / 3600)
+        return math.ceil((self.burn_micros_h + self.pending_micros_h) * self.wind_down_s / 3600)
 
     @property
     def committed(self) -> int:
@@ -42,11 +43,15 @@ class Exposure:
 
 
 def can_rent(exposure: Exposure, price_micros_h: int, minimum_s: float) -> bool:
-    """Whether one more lease at this price can run for `minimum_s` and be wound down within the promise."""
-    cost = round(price_micros_h * (minimum_s + exposure.wind_down_s) / 3600)
-    return cost <= exposure.remaining
+    """Whether one more lease at this price can run for `minimum_s`, beside the others, and be wound down within the
+    promise: else the last dollars would buy a machine that ends the job at once."""
+    others = exposure.burn_micros_h + exposure.pending_micros_h
+    cost = price_micros_h * (minimum_s + exposure.wind_down_s) + others * minimum_s
+    return cost <= exposure.remaining * 3600
 
 
 def must_wind_down(exposure: Exposure, margin_s: float) -> bool:
-    """Whether the job has to end now: less is left than burns in the next `margin_s` seconds."""
-    return exposure.burn_micros_h > 0 and exposure.remaining <= exposure.burn_micros_h * margin_s / 3600
+    """Whether the job has to end now: less is left than burns in the next `margin_s` seconds. A lease whose fate is
+    unknown may burn."""
+    burn = exposure.burn_micros_h + exposure.pending_micros_h
+    return burn > 0 and exposure.remaining <= burn * margin_s / 3600

@@ -60,7 +60,13 @@ def plan(*, rollouts: int, kappa: int, staleness: int, gamma: float, t_train: fl
 
 def feasible_period(t_train: float, t_bcast: float) -> int:
     """The smallest κ with κT_train > T_bcast: ⌊T_bcast/T_train⌋ + 1."""
-    return math.floor(t_bcast / t_train) + 1
+    period = math.floor(t_bcast / t_train) + 1
+    # The quotient may be off by its last bit, on either side.
+    while period * t_train <= t_bcast:
+        period += 1
+    while period > 1 and (period - 1) * t_train > t_bcast:
+        period -= 1
+    return period
 
 
 def bubble_ratio(idle_s: float, train_s: float) -> float | None:

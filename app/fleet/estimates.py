@@ -104,6 +104,11 @@ def smooth(old: float | None, new: float, weight: float) -> float:
     return new if old is None else old + weight * (new - old)
 
 
+def weight(sample_s: float) -> float:
+    """Share of a new sample that took `sample_s` seconds: the average spans at least 10 samples and half a minute."""
+    return min(0.1, max(0.02, sample_s / 30))
+
+
 def broadcast_time(size: int, nodes: int, uplink_mbps: float, node_mbps: float, hop_s: float = 0.05) -> float:
     """Seconds until the last of `nodes` has `size` bytes through N_ch ≈ ⌊B_0/B_w⌋ chains (DESIGN, Broadcast).
 
@@ -113,4 +118,4 @@ def broadcast_time(size: int, nodes: int, uplink_mbps: float, node_mbps: float, 
         return 0.0
     chains = min(nodes, max(1, int(uplink_mbps // node_mbps)))
     rate = min(node_mbps, uplink_mbps / chains) * 1e6 / 8
-    return size / rate + math.ceil(nodes / chains) * hop_s
+    return size / rate + (math.ceil(nodes / chains) - 1) * hop_s

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import money
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
-from app.fleet.estimates import smooth
+from app.fleet.estimates import smooth, weight
 from app.protocol.errors import Conflict
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.learner import (
@@ -211,7 +211,7 @@ class Learning:
             )
         )  # fmt: skip
         # The rehearsal's time is a guess; the first real step replaces it.
-        job.t_train = report.t_train if job.step == 0 else smooth(job.t_train, report.t_train, 0.1)
+        job.t_train = report.t_train if job.step == 0 else smooth(job.t_train, report.t_train, weight(report.t_train))
         job.step, job.reward_train = report.step, report.reward
         job.rollouts_trained += rollouts
         job.train_seconds += report.t_train

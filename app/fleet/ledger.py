@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 HOURS_PER_MONTH = 720
 """vast.ai's month for storage."""
-_MS_PER_HOUR = 3_600_000
+_NS_PER_HOUR = 3_600 * 10**9
 _BYTES_PER_GB = 1_000_000_000
 
 
@@ -22,16 +22,21 @@ class Amount:
     carry: int
 
 
+def _ns(seconds: float) -> int:
+    """Time counts to the nanosecond: finer than the differences of two clock readings, so that nothing drifts."""
+    return max(0, round(seconds * 1e9))
+
+
 def rent(rate_micros_h: int, seconds: float, carry: int) -> Amount:
-    """Time × rate. `carry` is in micro-dollars × ms/h left over from before."""
-    numerator = rate_micros_h * max(0, round(seconds * 1000)) + carry
-    return Amount(*divmod(numerator, _MS_PER_HOUR))
+    """Time × rate. `carry` is in micro-dollars × ns/h left over from before."""
+    numerator = rate_micros_h * _ns(seconds) + carry
+    return Amount(*divmod(numerator, _NS_PER_HOUR))
 
 
 def disk(micros_gb_month: int, gb: float, seconds: float, carry: int) -> Amount:
     """Size × time × price; a month has 720 hours. Sizes count to a thousandth of a GB."""
-    numerator = micros_gb_month * round(gb * 1000) * max(0, round(seconds * 1000)) + carry
-    return Amount(*divmod(numerator, HOURS_PER_MONTH * _MS_PER_HOUR * 1000))
+    numerator = micros_gb_month * round(gb * 1000) * _ns(seconds) + carry
+    return Amount(*divmod(numerator, HOURS_PER_MONTH * _NS_PER_HOUR * 1000))
 
 
 def traffic(micros_gb: int, size: int, carry: int) -> Amount:

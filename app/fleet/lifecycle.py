@@ -44,11 +44,11 @@ class Lifecycle:
                 return
             await self.nodes.expire(session, job)
             leases = list(await session.scalars(select(Lease).where(Lease.job_id == job_id)))
-            if status is JobStatus.DRAINING:
-                start_learner = await self._draining(session, job, leases)
-            elif not self._end_if_due(session, job, leases):
+            if status is not JobStatus.DRAINING and not self._end_if_due(session, job, leases):
                 start_learner = self._learner(session, job)
                 self._advance(session, job, leases)
+            if job.status == JobStatus.DRAINING:
+                start_learner = await self._draining(session, job, leases)
             if job.status == JobStatus.PAUSED:
                 await self._give_all_back(session, job, leases, "the job is paused")
         if start_learner:

@@ -65,11 +65,12 @@ def matches(selector: dict[str, Any], *, machine_id: str, offer_id: str, gpu_nam
         "machine_id": machine_id,
         "offer_id": offer_id,
         "gpu_name": gpu_name.replace("_", " "),
-        "instance_type": gpu_name,
+        "instance_type": gpu_name.replace("_", " "),
         "region": region,
         "zone": region,
     }
-    wanted = {k: str(v).replace("_", " ") if k == "gpu_name" else str(v) for k, v in selector.items() if v is not None}
+    names = ("gpu_name", "instance_type")
+    wanted = {k: str(v).replace("_", " ") if k in names else str(v) for k, v in selector.items() if v is not None}
     return all(facts[k] == v for k, v in wanted.items())
 
 
@@ -147,6 +148,8 @@ class Market:
 
 
 def _with_spot_price(offer: Offer, prices: Sequence[SpotPrice]) -> Offer:
+    if offer.billing is not Billing.SPOT_BID:
+        return offer
     for row in prices:
         fresh = row.received_at > offer.fetched_at.timestamp()
         same = row.provider == offer.provider and matches(

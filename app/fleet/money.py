@@ -54,7 +54,9 @@ def open_amounts(lease: Lease, now: float) -> list[Accrued]:
 def close(session: AsyncSession, lease: Lease, now: float, metrics: Metrics) -> None:
     """Write what is open into the ledger and begin a new interval."""
     for item in open_amounts(lease, now):
-        if item.amount.micros:
+        timed = item.kind in ("gpu", "disk")
+        # An interval too short to cost a micro-dollar is written too: the entries of a lease have no gap.
+        if item.amount.micros or (timed and item.end > item.start):
             session.add(
                 LedgerEntry(
                     job_id=lease.job_id,

@@ -15,8 +15,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import topology
 from app.fleet.core import Core
-from app.fleet.estimates import smooth
+from app.fleet.estimates import smooth, weight
 from app.fleet.leases import Leases, token_hash
+from app.fleet.work import REFUSED_TOLERATED
 from app.protocol.errors import Gone, Unauthorized
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import (
@@ -181,7 +182,7 @@ class Nodes:
             seconds = now - row.published_at
             # v0 waits for the first machines to be rented: that is start-up, not a broadcast.
             if row.version > 0:
-                job.t_bcast = smooth(job.t_bcast, seconds, 0.2)
+                job.t_bcast = smooth(job.t_bcast, seconds, weight(job.t_train or seconds))
                 self.core.metrics.broadcast.labels(job.id).observe(seconds)
         return done
 
@@ -297,6 +298,11 @@ class Nodes:
             elif node.drain and now - node.state_since > DRAIN_S:
                 await self._depart(session, node, NodeState.GONE, lease.reason)
                 self.leases.request_release(session, lease, lease.reason)
+            elif node.files_refused >= REFUSED_TOLERATED:
+                why = f"{node.files_refused} of its files in a row were refused"
+                await self._depart(session, node, NodeState.LOST, why)
+                await self.leases.cool_down(session, lease, why)
+                self.leases.request_release(session, lease, why)
             elif now >= lease.expires_at:
                 await self.retire(session, lease, "its lease time is over")
 

@@ -6,8 +6,10 @@ its parent, its further ancestors, the learner, the object store, in that order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,15 @@ class Place:
 
 
 def chain_count(uplink_mbps: float, members: Sequence[Member]) -> int:
-    """N_ch ≈ ⌊B_0 / B_w⌋, at least one, at most one per node. B_w is the slowest link among the relaying nodes."""
-    if not members:
-        return 0
+    """N_ch ≈ ⌊B_0 / B_w⌋, at least one, at most one per node. B_w is the median link of the relaying nodes."""
+    return min(len(members), _streams(uplink_mbps, members))
+
+
+def _streams(uplink_mbps: float, members: Sequence[Member]) -> int:
+    """How many chains the learner's uplink feeds at the pace of their links, however many nodes there are."""
     relays = [min(m.up_mbps, m.down_mbps) for m in members if m.reachable]
-    link = min(relays) if relays else uplink_mbps
-    return max(1, min(len(members), int(uplink_mbps // max(link, 1e-9))))
+    link = statistics.median_low(relays) if relays else uplink_mbps
+    return max(1, int(uplink_mbps // max(link, 1e-9)))
 
 
 def arrange(uplink_mbps: float, members: Sequence[Member]) -> dict[str, Place]:
@@ -49,26 +54,39 @@ def arrange(uplink_mbps: float, members: Sequence[Member]) -> dict[str, Place]:
     Nodes that peers can't reach stand at the tails: at most one per chain can, the rest pull from the learner or the
     store as chains of their own.
     """
-    count = chain_count(uplink_mbps, members)
-    chains: list[list[Member]] = [[] for _ in range(count)]
-    settled = [m for m in members if m.reachable and m.chain is not None and m.chain < count]
-    for member in sorted(settled, key=lambda m: (m.position or 0, m.node_id)):
-        chains[member.chain or 0].append(member)
-    fresh = [m for m in members if m.reachable and (m.chain is None or m.chain >= count)]
-    for member in sorted(fresh, key=lambda m: (-m.up_mbps, -m.reliability, m.node_id)):
-        min(chains, key=len).append(member)
-    tails = iter(sorted((m for m in members if not m.reachable), key=lambda m: (-m.down_mbps, m.node_id)))
-    for chain in sorted(chains, key=len):
-        tail = next(tails, None)
-        if tail is None:
-            break
-        chain.append(tail)
-    chains.extend([tail] for tail in tails)
+    streams = _streams(uplink_mbps, members)
+    chains: dict[int, list[Member]] = {}
+    tails: dict[int, Member] = {}
+    fresh: list[Member] = []
+    for member in sorted(members, key=lambda m: (m.position or 0, m.node_id)):
+        if member.chain is None or (member.reachable and member.chain >= streams):
+            fresh.append(member)
+        elif member.reachable:
+            chains.setdefault(member.chain, []).append(member)
+        elif tails.setdefault(member.chain, member) is not member:
+            fresh.append(member)
+    for member in sorted(fresh, key=lambda m: (not m.reachable, -m.up_mbps, -m.reliability, m.node_id)):
+        if member.reachable:
+            chains.setdefault(_shortest(chains, tails, streams, whole=True), []).append(member)
+        else:
+            tails[_shortest(chains, tails, streams, whole=False)] = member
+    full = {index: [*chains.get(index, []), *filter(None, [tails.get(index)])] for index in {*chains, *tails}}
     return {
         member.node_id: Place(index, position, tuple(m.node_id for m in reversed(chain[:position])))
-        for index, chain in enumerate(chains)
+        for index, chain in full.items()
         for position, member in enumerate(chain)
     }
+
+
+def _shortest(chains: Mapping[int, Sequence[Member]], tails: Mapping[int, Member], streams: int, *, whole: bool) -> int:
+    """Where the next node goes: for a relay (`whole`) the shortest chain, for a tail the shortest that has none; a new
+    chain while the uplink feeds one more, and for a tail that no chain can take."""
+    used = {*chains, *tails}
+    free = next(index for index in count() if index not in used)
+    choice = {index for index in used if index < streams} if whole else {*chains} - {*tails}
+    if free < streams or not choice:
+        choice.add(free)
+    return min(choice, key=lambda index: (len(chains.get(index, ())) + (index in tails), index))
 
 
 def depth(places: dict[str, Place]) -> int:

@@ -119,7 +119,13 @@ class Work:
                 f"admission: {ahead} groups are ahead at step {job.step}; "
                 f"more under v{request.policy_version} would be stale",
             )
-        return min(count, request.max_items), ""
+        share = admission.share(
+            t_train=job.t_train,
+            group_size=spec.batch.group_size,
+            prompts=spec.batch.prompts,
+            node_rate=node.mu_measured,
+        )
+        return min(count, share, request.max_items), ""
 
     async def _take(self, session: AsyncSession, job: Job, node: Node, version: int, count: int) -> list[WorkItem]:
         """Items that came back first, then new ones in the seeded order."""

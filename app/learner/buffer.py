@@ -74,6 +74,12 @@ class ReplayBuffer:
             if self._remember(work_item):
                 self._dropped.append(DroppedGroup(work_item=work_item, reason=reason))
 
+    @property
+    def unreported(self) -> int:
+        """Groups that were dropped or rejected and not handed out to be reported yet."""
+        with self._changed:
+            return len(self._dropped)
+
     def note(self, work_items: Iterable[str]) -> None:
         """These were trained on or dropped already: refuse them when they come again."""
         with self._changed:

@@ -153,6 +153,8 @@ class ControlClient:
         content = None if body is None else body.model_dump_json()
         headers = {"Content-Type": "application/json"} if content is not None else {}
         while True:
+            if self._closed.is_set():
+                raise Unavailable(f"this client was closed before {path} was answered")
             try:
                 response = self._http.request(
                     method, path, content=content, params=params, headers=headers, timeout=timeout
@@ -162,7 +164,7 @@ class ControlClient:
                 trouble = f"HTTP {response.status_code}"
             except httpx.TransportError as error:
                 trouble = type(error).__name__
-            if self._closed.is_set() or self._clock() + wait > deadline:
+            if self._clock() + wait > deadline:
                 raise Unavailable(f"the control service has not answered {path} for {patience:.0f} s: {trouble}")
             log.info("%s: %s; next try in %.1f s", path, trouble, wait)
             self._pause(wait)
@@ -190,5 +192,5 @@ def problem(status: int, content: bytes, path: str) -> EchoError:
             if isinstance(entry, dict):
                 fields.append(FieldError(str(entry.get("pointer", "")), str(entry.get("detail", ""))))
     if status == 409:
-        return Fenced(f"another learner has taken over ({detail})")
+        return Fenced(f"this learner may not go on, another has taken over or it is out of step: {detail}")
     return (_CLASSES.get(code) or _BY_STATUS.get(status) or LearnerError)(detail, errors=fields)

@@ -19,6 +19,7 @@ from app.learner.heart import Status
 from app.learner.outbox import Directives, Outbox
 from app.learner.publisher import Publisher, Save
 from app.learner.trainer import StepMetrics, TrainerState
+from app.protocol.errors import LearnerError
 from app.protocol.job import JobSpec
 from app.protocol.learner import DroppedGroup, EvalReport, StepReport
 
@@ -158,9 +159,7 @@ class Loop:
 
     def _save_if_due(self, step: int) -> None:
         every = self._spec.learner.checkpoint_every
-        publish = step > self.position.published and (
-            step - self.position.last_publish >= self._directives.current().publish_period
-        )
+        publish = self._publish_due(step)
         keep = publish if every is None else step % every == 0
         began = self._clock()
         if publish or keep:
@@ -171,18 +170,41 @@ class Loop:
             self.position.last_publish = self.position.published = step
         self._copy_s = self._clock() - began
 
+    def _publish_due(self, step: int) -> bool:
+        position, period = self.position, self._directives.current().publish_period
+        return step > position.published and step - position.last_publish >= period
+
     def _gather(self) -> list[Group]:
         """A whole batch; nothing when the control service wants something else, or the time is over."""
         t, prompts = self._trainer.steps, self._spec.batch.prompts
         began = self._clock()
         while not self._buffer.wait(t, self._directives.current().staleness_budget, prompts, _POLL_S):
             self._status.set("waiting", t)
+            if self._publish_due(t):
+                # The publish period was shortened: without a younger version no admissible rollout could come.
+                self._save_if_due(t)
+            self._check_supply(t)
             if self._directives.urgent.is_set() or self._out_of_time():
                 break
         groups, dropped = self._buffer.take(t, self._directives.current().staleness_budget, prompts)
         self._dropped += dropped
         self._idle_s += self._clock() - began
         return groups
+
+    def _check_supply(self, t: int) -> None:
+        """Raise LearnerError when so many groups were refused that no batch can come any more.
+
+        Admission lets at most (S + v − t + 1) · prompts groups be ahead of the learner, v the newest version, and it
+        learns only from a step report that some are dead. Waiting for ever would burn the fleet's money.
+        """
+        dead = self._buffer.unreported + len(self._dropped)
+        margin = self._directives.current().staleness_budget + self.position.published - t
+        if self._publisher.idle and 0 < margin * self._spec.batch.prompts < dead:
+            reasons = ", ".join(f"{n:.0f} × {name}" for name, n in self._extra_metrics().items()) or "stale"
+            raise LearnerError(
+                f"{dead} groups since step {t} can't be trained on ({reasons}), so that no more are handed out; "
+                "do nodes and learner have the same model files and task package?"
+            )
 
     def _obey(self) -> Ending | None:
         """Do what the control service wants; returns when it is `run`, or with the end."""

@@ -66,8 +66,9 @@ def run(settings: LearnerSettings) -> int:
     settings.work_dir.mkdir(parents=True, exist_ok=True)
     control = ControlClient(settings.control_url, settings.job_id, settings.learner_token.get_secret_value())
     try:
+        # First the epoch, which ends a predecessor that still lives, then its folder.
+        answer = control.start(StartRequest(pid=os.getpid(), host=socket.gethostname()))
         with exclusive(settings.work_dir / ".lock", timeout_s=_LOCK_TIMEOUT_S):
-            answer = control.start(StartRequest(pid=os.getpid(), host=socket.gethostname()))
             session = Session(settings, control, answer)
             try:
                 session.run()

@@ -89,6 +89,12 @@ class Publisher:
         """Begin to work."""
         self._thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        with self._changed:
+            return self._waiting is None and not self._busy
+
     def submit(self, job: Save) -> None:
         """Queue a copy; one that still waits is replaced, but for the half that the new one doesn't bring."""
         with self._changed:

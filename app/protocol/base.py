@@ -12,6 +12,8 @@ from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 from pydantic import BaseModel, ConfigDict
 
 MICROS_PER_USD = 1_000_000
+MAX_DIGITS = 12
+"""Amounts of more digits before the point than this plus one are a mistake, and not worth the memory."""
 
 
 class Strict(BaseModel):
@@ -40,6 +42,8 @@ def micros(value: str | int | float | Decimal) -> int:
         raise ValueError(f"{value!r} is not an amount of dollars") from error
     if not amount.is_finite():
         raise ValueError(f"{value!r} is not a finite amount of dollars")
+    if amount and amount.adjusted() > MAX_DIGITS:
+        raise ValueError(f"{str(value)[:40]!r} is more dollars than there are")
     return int((amount * MICROS_PER_USD).to_integral_value(rounding=ROUND_HALF_UP))
 
 

@@ -10,7 +10,7 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from app.protocol.base import Strict, micros
 
@@ -40,14 +40,20 @@ class JobStatus(StrEnum):
 FINAL_STATUSES = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.BUDGET_EXHAUSTED})
 
 
-class TaskSpec(Strict):
+class Spec(Strict):
+    """A part of what users write: no number in it is infinite or NaN."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class TaskSpec(Spec):
     """Which data plane plug-in, with what parameters."""
 
     name: str = Field(min_length=1, max_length=200)
     params: dict[str, JsonValue] = Field(default_factory=dict)
 
 
-class StopSpec(Strict):
+class StopSpec(Spec):
     """When to stop; whichever comes first."""
 
     steps: int | None = Field(default=100, ge=1)
@@ -62,14 +68,14 @@ class StopSpec(Strict):
         return self
 
 
-class BatchSpec(Strict):
+class BatchSpec(Spec):
     """One learner step consumes `prompts` × `group_size` rollouts."""
 
     prompts: int = Field(default=32, ge=1, le=100_000)
     group_size: int = Field(default=8, ge=2, le=1024)
 
 
-class SamplingSpec(Strict):
+class SamplingSpec(Spec):
     """How nodes sample. Log-probs are those of the distribution sampled from."""
 
     temperature: float = Field(default=1.0, gt=0, le=10)
@@ -84,7 +90,7 @@ class SamplingSpec(Strict):
         return value
 
 
-class LearnerSpec(Strict):
+class LearnerSpec(Spec):
     """Learning plane: where it runs and how it optimises."""
 
     placement: Literal["local"] = "local"
@@ -101,7 +107,7 @@ class LearnerSpec(Strict):
     """Steps between checkpoints; default: at every publish, so that no published version can be lost."""
 
 
-class FleetSpec(Strict):
+class FleetSpec(Spec):
     """What may be rented."""
 
     providers: list[str] = Field(default_factory=list)
@@ -114,7 +120,17 @@ class FleetSpec(Strict):
     disk_gb: float = Field(default=16.0, ge=8)
 
 
-class JobSpec(Strict):
+def _budget(value: Decimal) -> Decimal:
+    if not value.is_finite():
+        raise ValueError("must be a finite amount of dollars")
+    if value > 10_000_000:
+        raise ValueError("must be at most 10000000 dollars")
+    if micros(value) <= 0:
+        raise ValueError("must be more than 0 dollars")
+    return value
+
+
+class JobSpec(Spec):
     """`POST /v1/jobs`. Only `model`, `task` and `budget_usd` are required."""
 
     name: str = Field(default="", max_length=200)
@@ -139,11 +155,7 @@ class JobSpec(Strict):
     @field_validator("budget_usd")
     @classmethod
     def _positive(cls, value: Decimal) -> Decimal:
-        if not value.is_finite() or micros(value) <= 0:
-            raise ValueError("must be more than 0 dollars")
-        if value > 10_000_000:
-            raise ValueError("must be at most 10000000 dollars")
-        return value
+        return _budget(value)
 
     @model_validator(mode="after")
     def _publish_period_fits(self) -> Self:
@@ -170,21 +182,26 @@ class JobSpec(Strict):
         return micros(self.budget_usd)
 
 
-class JobPatch(Strict):
+class JobPatch(Spec):
     """`PATCH /v1/jobs/{id}`: what may change while the job runs."""
 
-    budget_usd: Decimal | None = Field(default=None, gt=0, le=10_000_000)
+    budget_usd: Decimal | None = None
     staleness_budget: int | None = Field(default=None, ge=1, le=1000)
     fleet: FleetPatch | None = None
 
+    @field_validator("budget_usd")
+    @classmethod
+    def _positive(cls, value: Decimal | None) -> Decimal | None:
+        return value if value is None else _budget(value)
 
-class FleetPatch(Strict):
+
+class FleetPatch(Spec):
     """The part of the fleet that may change while the job runs."""
 
     max_nodes: int = Field(ge=1, le=10_000)
 
 
-class SpotSelector(Strict):
+class SpotSelector(Spec):
     """Which offers a spot price is for: all given must match, `{}` matches the provider."""
 
     machine_id: int | str | None = None

@@ -34,6 +34,8 @@ SCHEMA = pa.schema(
     metadata={b"echo2.trajectory": b"1"},
 )
 FINISH_REASONS = frozenset({"stop", "length"})
+MAX_VALUES = 1 << 26
+"""Numbers in one file. A file of few bytes can unpack to more than fits into memory."""
 MAX_LOGPROB = 1e-4
 """A log-prob is at most 0; this much is granted to rounding."""
 
@@ -82,7 +84,8 @@ def encode(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def read_table(data: bytes, *, max_rows: int = 1_000_000) -> pa.Table:
-    """Open a file and check it against SCHEMA. Raises Refused: `truncated`, `schema`, `too_many_rows`."""
+    """Open a file and check it against SCHEMA. Raises Refused: `truncated`, `schema`, `too_many_rows`,
+    `too_large`."""
     try:
         file = pq.ParquetFile(io.BytesIO(data))
         rows = file.metadata.num_rows
@@ -91,14 +94,31 @@ def read_table(data: bytes, *, max_rows: int = 1_000_000) -> pa.Table:
         found = file.schema_arrow
         if found.names != SCHEMA.names or any(found.field(n).type != SCHEMA.field(n).type for n in SCHEMA.names):
             raise Refused("schema", f"columns are {found.names}; expected {SCHEMA.names} with the documented types")
+        if _values(file.metadata) > MAX_VALUES:
+            raise Refused("too_large", f"the file has more than {MAX_VALUES} values")
         table = file.read()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        # Offsets inside their buffers, text that is UTF-8: what follows may rely on it.
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
         raise Refused("truncated", f"not a readable Parquet file: {error}"[:300]) from error
     if table.num_rows == 0:
         raise Refused("schema", "the file has no rows")
-    if any(table.column(n).null_count for n in SCHEMA.names):
+    if any(table.column(n).null_count or _inner_nulls(table, n) for n in SCHEMA.names):
         raise Refused("schema", "the file has nulls")
     return table
+
+
+def _values(metadata: pq.FileMetaData) -> int:
+    """Values that the file unpacks to, whatever it is compressed to."""
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    return sum(group.column(j).num_values for group in groups for j in range(group.num_columns))
+
+
+def _inner_nulls(table: pa.Table, column: str) -> bool:
+    """Whether a list holds nulls where there should be numbers."""
+    return pa.types.is_list(SCHEMA.field(column).type) and bool(
+        table.column(column).combine_chunks().flatten().null_count
+    )
 
 
 def validate(table: pa.Table, expected: Mapping[str, Expected], *, newest_version: int, max_tokens: int) -> None:
@@ -126,7 +146,7 @@ def _check_groups(table: pa.Table, expected: Mapping[str, Expected]) -> None:
     )
     for item, sample, prompt in rows:
         if item not in expected:
-            raise Refused("foreign_work_item", f"work item {item} is not leased to this node")
+            raise Refused("foreign_work_item", f"work item {item[:100]} is not leased to this node")
         if prompt != expected[item].prompt_index:
             raise Refused("wrong_prompt", f"work item {item} is for prompt {expected[item].prompt_index}, not {prompt}")
         seen.setdefault(item, []).append(sample)

@@ -52,7 +52,7 @@ class WorkSource:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """A version was installed, or nothing more is wanted: `next` returns soon."""
+        """A version was installed, or nothing more is wanted: this or the next call of `next` returns soon."""
         self._wake.set()
 
     async def next(self, max_items: int) -> Batch | None:
@@ -60,7 +60,6 @@ class WorkSource:
 
         Raises Gone, Unauthorized (the node is over), WorkerFault.
         """
-        self._wake.clear()
         version = self._version()
         if version is None:
             raise Unavailable("work was to be leased without an installed version")
@@ -73,6 +72,7 @@ class WorkSource:
             waking.cancel()
         answered = next((task for task in self._requests if task.done()), None)
         if answered is None:
+            self._wake.clear()
             return None
         del self._requests[answered]
         return answered.result()

@@ -95,8 +95,11 @@ class Worker:
         await self._installed.wait()
         while not self._draining.is_set():
             batch = await self._source.next(self._max_items())
-            if batch is None or self._draining.is_set():
+            if batch is None:
                 continue
+            if self._draining.is_set():
+                self._ledger.give_up(batch.deadlines)
+                break
             sampled = await self._sample(batch)
             if sampled is not None:
                 await self._queue.put(sampled)

@@ -46,9 +46,10 @@ class Puller:
     `sources` gives the upstreams in order of preference, `target` the newest published version as far as known.
     `on_complete` gets the newest complete version; while it works further ones may arrive, and those between are not
     handed out. It isn't called for what was in the store already. `on_lie` and `on_stall` run beside the download. What
-    any of these raise ends `run()`, as does a full disk. Times are seconds. `stall_s`: silence after which a source is
-    left; `starve_s`: time without a whole leaf after which even one that says it is alive is left; `retry_s`: pause
-    after all sources failed.
+    any of these raise ends `run()`, as do a full disk and a manifest whose hashes contradict each other.
+
+    Times are seconds. `stall_s`: silence after which a source is left; `starve_s`: time without a whole leaf after which
+    even one that says it is alive is left; `retry_s`: pause after all sources failed.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The database: one engine, short transactions, schema by Alembic.
 
 Invariant: a transaction never waits for the network. Writers take one write lock at BEGIN (SQLite would otherwise
-find out at COMMIT that somebody else wrote), so a read-modify-write inside `write()` is atomic on SQLite and PostgreSQL.
+find out at COMMIT that somebody else wrote), so a read-modify-write inside `write()` is atomic on SQLite and on
+PostgreSQL.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -58,6 +59,26 @@ def settings(tmp_path: Path, url: str) -> LearnerSettings:
         state_dir=tmp_path,
         cache_dir=CACHE,  # type: ignore[arg-type]
     )
+
+
+class Background:
+    """A learner in a thread of this process."""
+
+    def __init__(self, tmp_path: Path, url: str) -> None:
+        self._code: list[int] = []
+        self._thread = threading.Thread(target=lambda: self._code.append(run(settings(tmp_path, url))), daemon=True)
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def exit_code(self) -> int:
+        self._thread.join(60)
+        return self._code[0]
 
 
 def spawn(tmp_path: Path, url: str, log: str) -> subprocess.Popen:
@@ -158,6 +179,25 @@ def test_a_killed_learner_goes_on_where_its_checkpoint_was(tmp_path: Path):
     assert service.done["step"] == 9
 
 
+def test_a_damaged_checkpoint_costs_steps_but_no_version_is_published_twice(tmp_path: Path):
+    service = service_for(tmp_path, spec())
+    with Server(service) as url:
+        assert run(settings(tmp_path, url)) == 0
+        first = list(service.published)
+        manifest = service.store.get(f"jobs/{JOB}/snapshots/4/manifest.json")
+        (tmp_path / "learners" / JOB / "checkpoints" / "000000004" / "model.safetensors").write_bytes(b"gone")
+        service.spec = spec(stop={"steps": 6})
+        assert run(settings(tmp_path, url)) == 0
+    assert service.ready[1]["resume_step"] == 2
+    assert sorted(service.steps) == [1, 2, 3, 4, 5, 6]
+    again = service.published[len(first) :]
+    assert again[0] == (4, False)
+    assert {v for v, _ in again} == {4, 5}
+    assert service.store.get(f"jobs/{JOB}/snapshots/4/manifest.json") == manifest
+    used = [w for s in service.steps.values() for w in s["trained"]]
+    assert len(used) == len(set(used)) == 24
+
+
 def test_reports_survive_a_service_that_is_away(tmp_path: Path):
     """Steps go on while `/steps` is refused; killed then, the next process hands in what was in the checkpoint."""
     service = service_for(tmp_path, spec(stop={"steps": 6}))
@@ -209,19 +249,15 @@ def test_a_lost_checkpoint_is_not_a_fresh_start(tmp_path: Path):
     assert "holds no checkpoint" in service.done["reason"]
 
 
-def test_a_replaced_learner_ends_without_a_word(tmp_path: Path):
+def test_a_replaced_learner_ends_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     service = service_for(tmp_path, spec(stop={"steps": 1000}))
-    with Server(service) as url:
-        process = spawn(tmp_path, url, "log")
-        try:
-            service.wait(lambda: len(service.steps) >= 1)
-            with service.lock:
-                service.epoch += 1
-            assert process.wait(60) == 1
-        finally:
-            process.kill()
+    with Server(service) as url, Background(tmp_path, url) as learner:
+        service.wait(lambda: len(service.steps) >= 1)
+        with service.lock:
+            service.epoch += 1
+        assert learner.exit_code() == 1
     assert service.done is None
-    assert "taken over" in (tmp_path / "log").read_text()
+    assert "another has taken over" in caplog.text
 
 
 def test_finish_saves_the_model(tmp_path: Path):
@@ -243,16 +279,16 @@ def test_a_wrong_setting_is_one_line(tmp_path: Path):
     assert "ECHO2_CONTROL_URL" in result.stderr.strip().splitlines()[-1]
 
 
-def test_the_relay_serves_the_version_to_token_holders(tmp_path: Path):
+def test_the_relay_serves_the_version_to_token_holders_and_abort_ends_without_a_word(tmp_path: Path):
     service = service_for(tmp_path, spec(stop={"steps": 1000}))
-    with Server(service) as url:
-        process = spawn(tmp_path, url, "log")
-        try:
-            service.wait(lambda: len(service.ready) == 1)
-            link = f"{service.relay_url}/snapshots/next?after=-1&wait_s=0"
-            assert httpx.get(link, timeout=10).status_code == 401
-            answer = httpx.get(link, headers={"Authorization": "Bearer relay-token"}, timeout=10)
-            assert answer.status_code == 200
-        finally:
-            process.kill()
-            process.wait(20)
+    with Server(service) as url, Background(tmp_path, url) as learner:
+        service.wait(lambda: len(service.ready) == 1)
+        link = f"{service.relay_url}/snapshots/next?after=-1&wait_s=0"
+        assert httpx.get(link, timeout=10).status_code == 401
+        answer = httpx.get(link, headers={"Authorization": "Bearer relay-token"}, timeout=10)
+        assert answer.status_code == 200
+        service.command = "abort"
+        assert learner.exit_code() == 0
+    assert service.done is None
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(link, timeout=10)

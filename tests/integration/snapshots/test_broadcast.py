@@ -177,6 +177,22 @@ async def test_small_streams_are_not_held_back_for_acknowledgements(tmp_path: Pa
     assert statistics.median(took) < 0.03
 
 
+async def test_stopping_does_not_wait_for_those_who_wait_or_take_nothing(
+    tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    store = make_store(tmp_path / "s")
+    publish(store, 1, elements=8_000_000)
+    relay = Relay(store, token=TOKEN, host="127.0.0.1", port=0, uplink_bytes_per_s=None)
+    await relay.start()
+    waiting = asyncio.create_task(
+        client.get(url(relay) + "/snapshots/next?after=1&wait_s=30", headers=AUTH, timeout=30)
+    )
+    async with client.stream("GET", url(relay) + "/snapshots/1/stream", headers=AUTH) as unread:
+        assert unread.status_code == 200
+        await asyncio.wait_for(relay.stop(), 5)
+        assert (await waiting).status_code == 204
+
+
 async def test_a_relay_in_a_thread_announces_what_another_thread_publishes(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:

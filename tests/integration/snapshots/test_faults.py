@@ -113,7 +113,7 @@ async def starves(up: FakeUpstream, first: int, writer: asyncio.StreamWriter) ->
     for _ in range(8):
         await writer.drain()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(up.release.wait(), 0.1)
+            await asyncio.wait_for(up.release.wait(), 0.2)
         writer.write(KEEP_ALIVE)
     await stream_all(up, CUT, writer)
 
@@ -123,7 +123,7 @@ async def test_a_starved_upstream_that_says_so_is_not_left(tmp_path: Path, clien
     first, second = FakeUpstream(sent, starves), FakeUpstream(sent, stream_all)
     async with first.serve() as first_url, second.serve() as second_url:
         node = Node(
-            tmp_path / "N", [Source("peer", first_url, "1"), Source("peer", second_url, "2")], client, stall_s=0.4
+            tmp_path / "N", [Source("peer", first_url, "1"), Source("peer", second_url, "2")], client, stall_s=1.0
         )
         async with running(node):
             await node.has(1)

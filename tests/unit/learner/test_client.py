@@ -134,7 +134,8 @@ def test_the_token_is_not_in_errors(caplog):
 def test_closing_ends_the_wait():
     world = World(httpx.ConnectError("down"))
     client = world.client()
-    client._closed.set()
-    with pytest.raises(Unavailable):
+    world.pause = lambda seconds: client.close()
+    client._pause = world.pause
+    with pytest.raises(Unavailable, match="closed"):
         client.step(REPORT)
     assert len(world.requests) == 1

@@ -14,6 +14,7 @@ from app.learner.loop import Loop, Position
 from app.learner.outbox import Directives, Outbox
 from app.learner.publisher import Publisher
 from app.learner.trainer import StepMetrics, TrainerState
+from app.protocol.errors import LearnerError
 from tests.unit.learner.fakes import FakeControl, FakeSink
 from tests.unit.learner.samples import group, job
 
@@ -226,3 +227,37 @@ def test_the_final_evaluation_reuses_a_fresh_one(tmp_path: Path):
         rig.outbox.flush(20)
     assert rig.evaluations == [0, 2]
     assert [(e.step, e.final) for e in rig.control.evals] == [(0, False), (2, False), (2, True)]
+
+
+def test_when_all_groups_are_refused_it_ends_with_the_reason(tmp_path: Path):
+    with Rig(tmp_path, position=Position(evaluated=0, published=0)) as rig:
+        for number in range(6):
+            rig.buffer.reject(f"bad{number}", "invalid")
+        timer = threading.Timer(0.2, lambda: rig.buffer.reject("one too many", "invalid"))
+        timer.start()
+        # S = 3, v_0, two prompts a step: with more than 6 dead groups no batch of 2 can be admitted.
+        with pytest.raises(LearnerError, match="7 groups since step 0"):
+            rig.loop.run()
+        timer.join(5)
+
+
+def test_a_shortened_period_publishes_what_the_waiting_learner_has(tmp_path: Path):
+    """S falls from 6 to 1 at v_4 with v_0 published: only a younger version can bring admissible rollouts."""
+    with Rig(tmp_path, stop={"steps": 5}, position=Position(evaluated=0, published=0)) as rig:
+        rig.control.word = rig.control.word.model_copy(update={"staleness_budget": 6, "publish_period": 5})
+        rig.directives.update(rig.control.word)
+        rig.feed(8)
+        thread = threading.Thread(target=rig.loop.run)
+        thread.start()
+        while rig.trainer.steps < 4:
+            thread.join(0.01)
+        rig.outbox.flush(20)
+        assert rig.sink.published == []
+        rig.control.word = rig.control.word.model_copy(update={"staleness_budget": 1, "publish_period": 1})
+        rig.directives.update(rig.control.word)
+        assert rig.sink.entered.wait(20)
+        rig.feed(2, version=4)
+        thread.join(20)
+        assert not thread.is_alive()
+        rig.publisher.flush(20)
+    assert rig.sink.published == [4, 5]

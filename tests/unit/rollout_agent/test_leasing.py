@@ -19,6 +19,7 @@ class Desk:
     def __init__(self) -> None:
         self.version = 0
         self.waiting: dict[int, asyncio.Future[httpx.Response]] = {}
+        self._news = asyncio.Condition()
         self.ledger = WorkLedger(lambda: 0.0)
         http = httpx.AsyncClient(transport=httpx.MockTransport(self._handle))
         self.source = WorkSource(
@@ -33,13 +34,15 @@ class Desk:
         assert version not in self.waiting
         answer: asyncio.Future[httpx.Response] = asyncio.get_running_loop().create_future()
         self.waiting[version] = answer
+        async with self._news:
+            self._news.notify_all()
         return await answer
 
     async def asked(self, version: int) -> None:
         """Wait until work is asked for under a version."""
         async with asyncio.timeout(5):
-            while version not in self.waiting:
-                await asyncio.sleep(0)
+            async with self._news:
+                await self._news.wait_for(lambda: version in self.waiting)
 
     def grant(self, version: int, item: str) -> None:
         """Answer a request with one item."""
@@ -108,9 +111,11 @@ async def test_a_node_that_is_over_is_told(answer: httpx.Response, error: type[E
 
 async def test_requests_that_are_refused_again_and_again_are_a_fault() -> None:
     desk = Desk()
-    with pytest.raises(WorkerFault, match="work_refused"):
-        for _ in range(MAX_FAULTS):
-            waiting = asyncio.create_task(desk.source.next(4))
-            await desk.asked(0)
-            desk.waiting.pop(0).set_result(problem("invalid_request", 422))
+    for fault in range(1, MAX_FAULTS + 1):
+        waiting = asyncio.create_task(desk.source.next(4))
+        await desk.asked(0)
+        desk.waiting.pop(0).set_result(problem("invalid_request", 422))
+        if fault < MAX_FAULTS:
             assert await waiting is None
+    with pytest.raises(WorkerFault, match="work_refused"):
+        await waiting

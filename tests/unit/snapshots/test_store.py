@@ -194,6 +194,18 @@ def test_a_published_version_never_changes(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1"]
 
 
+def test_what_is_left_of_another_payload_of_this_version_counts_for_nothing(tmp_path: Path) -> None:
+    first, other = (
+        publish(store(tmp_path / "a"), 1),
+        store(tmp_path / "c").publish_full({"w": torch.zeros(40, 8)}, version=1, key=KEY),
+    )
+    receive(store(tmp_path / "b").begin(first.document), first, first.manifest.leaves)
+    incoming = store(tmp_path / "b").begin(other.document)
+    assert incoming.have < other.manifest.leaves
+    receive(incoming, other, other.manifest.leaves)
+    assert incoming.complete().payload_path.read_bytes() == other.payload_path.read_bytes()
+
+
 async def test_a_change_is_not_missed_and_silence_ends(tmp_path: Path) -> None:
     s = store(tmp_path)
     seen = s.changes.count

@@ -1,0 +1,309 @@
+"""A provider in memory, with the faults that real ones have at the turn of a switch.
+
+Invariant: what a machine costs is kept here on its own, so that the service's ledger can be held against it; a create
+call is counted by label whatever comes of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+from providers.base import (
+    Balance,
+    BidTooLow,
+    Billing,
+    Caps,
+    Charge,
+    InstanceNotFound,
+    Instance,
+    Listing,
+    Notice,
+    Offer,
+    OfferGone,
+    OfferQuery,
+    Phase,
+    ProviderError,
+    RentResult,
+    RentSpec,
+    Transient,
+)
+
+Outcome = Literal["created", "refuse", "unknown_created", "unknown_nothing", "doomed", "die_before", "die_after"]
+DISK_MICROS_GB_MONTH = 7_200_000
+"""$7.20 per GB and month of 720 h: exactly 10000 micro-dollars per GB and hour."""
+
+
+class Died(BaseException):
+    """The control process is killed in the middle of its create call."""
+
+
+@dataclass
+class Machine:
+    """A machine that somebody offers."""
+
+    machine_id: str
+    price_micros_h: int
+    gpu_name: str = "RTX 4090"
+    reliability: float = 1.0
+    max_duration_s: float | None = None
+
+
+@dataclass
+class Rented:
+    """An instance as it really is."""
+
+    instance_id: str
+    label: str
+    machine: Machine
+    rate_micros_h: int
+    disk_gb: float
+    env: dict[str, str]
+    billing: Billing
+    created_at: float
+    runs_at: float
+    phase: Phase | None = None
+    """Overrides what time alone would make of it."""
+    raw_status: str = ""
+    stopped_at: float | None = None
+    """When its GPU stopped being billed, if it was interrupted."""
+    gone_at: float | None = None
+
+    def current(self, now: float) -> Phase:
+        """Phase at a moment."""
+        if self.phase is not None:
+            return self.phase
+        return Phase.RUNNING if now >= self.runs_at else Phase.LOADING
+
+    def gpu_seconds(self, now: float) -> float:
+        """Billed GPU time until now."""
+        end = min(x for x in (self.gone_at, self.stopped_at, now) if x is not None)
+        return max(0.0, end - self.runs_at)
+
+    def disk_seconds(self, now: float) -> float:
+        """Billed disk time until now."""
+        return (self.gone_at if self.gone_at is not None else now) - self.created_at
+
+
+@dataclass
+class FakeProvider:
+    """Implements `providers.base.Provider`."""
+
+    clock: Callable[[], float]
+    machines: list[Machine]
+    name: str = "marketplace"
+    spot: bool = False
+    boot_s: float = 0.0
+    listing_lag_s: float = 0.0
+    outcomes: deque[Outcome] = field(default_factory=deque)
+    """What the next create calls do; `created` when empty."""
+    billed_factor: float = 1.0
+    list_error: ProviderError | None = None
+    incomplete: bool = False
+    release_failures: int = 0
+    search_error: ProviderError | None = None
+    ghosts: bool = False
+    """A release is accepted, and does nothing."""
+    rented: dict[str, Rented] = field(default_factory=dict)
+    creates: Counter[str] = field(default_factory=Counter)
+    release_calls: Counter[str] = field(default_factory=Counter)
+    bids: list[tuple[str, int]] = field(default_factory=list)
+    listings: int = 0
+    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def caps(self) -> Caps:
+        """Bids only in spot mode."""
+        return Caps(spot=self.spot, change_bid=self.spot, bandwidth_billed=True)
+
+    # What tests do to it
+
+    def live(self) -> list[Rented]:
+        """Instances that cost money now."""
+        return [r for r in self.rented.values() if r.gone_at is None]
+
+    def live_machines(self) -> list[str]:
+        """Their machine ids, sorted."""
+        return sorted(r.machine.machine_id for r in self.live())
+
+    def add_foreign(self, label: str) -> Rented:
+        """Somebody else's instance in the same account."""
+        made = self._make(Machine("foreign", 1), label, 1, 10.0, {}, Billing.ON_DEMAND)
+        made.phase = Phase.RUNNING
+        return made
+
+    def pause(self, instance_id: str) -> None:
+        """Outbid."""
+        machine = self.rented[instance_id]
+        machine.phase, machine.raw_status, machine.stopped_at = Phase.PAUSED, "stopped", self.clock()
+
+    def fail(self, instance_id: str) -> None:
+        """The container will never run."""
+        machine = self.rented[instance_id]
+        machine.phase, machine.raw_status, machine.stopped_at = Phase.FAILED, "exited", self.clock()
+
+    def vanish(self, instance_id: str) -> None:
+        """Gone without a word."""
+        self.rented[instance_id].gone_at = self.clock()
+
+    def resurrect(self, instance_id: str) -> None:
+        """It was never really gone."""
+        self.rented[instance_id].gone_at = None
+
+    def cost(self, label_part: str = "echo2:") -> dict[str, float]:
+        """What our instances have really cost, micro-dollars."""
+        now = self.clock()
+        ours = [r for r in self.rented.values() if label_part in r.label]
+        return {
+            "gpu": sum(r.rate_micros_h * r.gpu_seconds(now) / 3600 for r in ours),
+            "disk": sum(DISK_MICROS_GB_MONTH * r.disk_gb / 720 * r.disk_seconds(now) / 3600 for r in ours),
+        }
+
+    # What the service calls
+
+    async def search(self, query: OfferQuery) -> list[Offer]:
+        """Machines that nobody has."""
+        if self.search_error is not None:
+            raise self.search_error
+        taken = {r.machine.machine_id for r in self.live()}
+        now = datetime.fromtimestamp(self.clock(), UTC)
+        return [
+            Offer(
+                provider=self.name,
+                offer_id=f"offer-{m.machine_id}",
+                machine_id=m.machine_id,
+                gpu_name=m.gpu_name,
+                num_gpus=1,
+                gpu_ram_mb=24_000,
+                billing=query.billing,
+                compute_micros_h=m.price_micros_h,
+                disk_micros_gb_month=DISK_MICROS_GB_MONTH,
+                upload_micros_gb=2_000,
+                download_micros_gb=1_000,
+                up_mbps=500.0,
+                down_mbps=500.0,
+                reliability=m.reliability,
+                region="XX",
+                max_duration_s=m.max_duration_s,
+                dlperf=0.0,
+                ports=10,
+                fetched_at=now,
+            )
+            for m in self.machines
+            if m.machine_id not in taken
+        ]
+
+    async def rent(self, offer: Offer, spec: RentSpec) -> RentResult:
+        """One create call; its outcome is what the switches say."""
+        self.creates[spec.label] += 1
+        if (spec.bid_micros_h is None) == (offer.billing is Billing.SPOT_BID):
+            raise AssertionError("a bid goes with spot offers and with no others")
+        outcome = self.outcomes.popleft() if self.outcomes else "created"
+        machine = next(m for m in self.machines if m.machine_id == offer.machine_id)
+        if outcome == "refuse":
+            return RentResult("refused", error=OfferGone("somebody else has it"))
+        if outcome == "unknown_nothing":
+            return RentResult("unknown", error=Transient("the connection broke"))
+        if outcome == "die_before":
+            raise Died
+        rate = round((spec.bid_micros_h or machine.price_micros_h) * self.billed_factor)
+        made = self._make(machine, spec.label, rate, spec.disk_gb, dict(spec.env), offer.billing)
+        if outcome == "unknown_created":
+            return RentResult("unknown", error=Transient("the connection broke"))
+        if outcome == "die_after":
+            raise Died
+        if outcome == "doomed":
+            made.phase = Phase.PAUSED
+            made.stopped_at = made.created_at
+            return RentResult("refused", doomed_id=made.instance_id, error=BidTooLow("the bid does not win"))
+        return RentResult("created", instance_id=made.instance_id)
+
+    def _make(
+        self, machine: Machine, label: str, rate: int, disk_gb: float, env: dict[str, str], billing: Billing
+    ) -> Rented:
+        instance_id, now = str(next(self._ids)), self.clock()
+        made = Rented(instance_id, label, machine, rate, disk_gb, env, billing, now, now + self.boot_s)
+        self.rented[instance_id] = made
+        return made
+
+    async def get(self, instance_id: str) -> Instance | None:
+        """One instance, without lag."""
+        found = self.rented.get(instance_id)
+        return None if found is None or found.gone_at is not None else self._show(found)
+
+    async def list(self) -> Listing:
+        """All instances, foreign ones included; nothing of them when the listing is not complete."""
+        self.listings += 1
+        if self.list_error is not None:
+            raise self.list_error
+        if self.incomplete:
+            return Listing(False, [])
+        now = self.clock()
+        shown = [self._show(r) for r in self.live() if now - r.created_at >= self.listing_lag_s]
+        return Listing(True, shown)
+
+    def _show(self, r: Rented) -> Instance:
+        now = self.clock()
+        started = datetime.fromtimestamp(r.runs_at, UTC) if now >= r.runs_at and r.stopped_at != r.created_at else None
+        return Instance(
+            provider=self.name,
+            instance_id=r.instance_id,
+            label=r.label,
+            phase=r.current(now),
+            raw_status=r.raw_status or r.current(now).value,
+            detail="",
+            billing=r.billing,
+            compute_micros_h=r.rate_micros_h,
+            machine_id=r.machine.machine_id,
+            gpu_name=r.machine.gpu_name,
+            started_at=started,
+        )
+
+    async def release(self, instance_id: str) -> None:
+        """Destroy; gone is fine."""
+        self.release_calls[instance_id] += 1
+        if self.release_failures > 0:
+            self.release_failures -= 1
+            raise Transient("try again in 60 s")
+        found = self.rented.get(instance_id)
+        if found is not None and found.gone_at is None and not self.ghosts:
+            found.gone_at = self.clock()
+
+    async def set_bid(self, instance_id: str, bid_micros_h: int) -> None:
+        """Change a bid."""
+        if instance_id not in self.rented:
+            raise InstanceNotFound(f"no instance {instance_id}")
+        self.bids.append((instance_id, bid_micros_h))
+        self.rented[instance_id].rate_micros_h = bid_micros_h
+
+    async def logs(self, instance_id: str, tail: int) -> str:
+        """None."""
+        return ""
+
+    async def balance(self) -> Balance:
+        """Plenty."""
+        return Balance(1_000_000_000)
+
+    async def charges(self, since: datetime) -> Sequence[Charge]:
+        """No bill."""
+        return []
+
+    async def _no_notices(self) -> AsyncIterator[Notice]:
+        for notice in ():
+            yield notice
+
+    def notices(self) -> AsyncIterator[Notice]:
+        """None."""
+        return self._no_notices()
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+def machines_of(**prices_usd: float) -> list[Machine]:
+    """Machines by id with their prices per hour."""
+    return [Machine(name, round(price * 1_000_000)) for name, price in prices_usd.items()]

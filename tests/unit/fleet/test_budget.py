@@ -1,0 +1,102 @@
+"""The budget is a promise: simulated with random prices, it is never broken."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from app.fleet.budget import Exposure, can_rent, must_wind_down
+
+HOUR = 3600
+
+
+@pytest.mark.parametrize(
+    ("exposure", "price", "minimum_s", "allowed"),
+    [
+        (Exposure(1000, 0, 0), 10_000, 240.0, True),  # 10_000 × 360 s = 1000
+        (Exposure(999, 0, 0), 10_000, 240.0, False),
+        (Exposure(1000, 1, 0), 10_000, 240.0, False),
+        (Exposure(1000, 0, 0, pending_micros_h=1), 10_000, 240.0, False),
+        (Exposure(0, 0, 0), 1, 0.0, False),
+        (Exposure(100, 200, 0), 0, 0.0, False),
+    ],
+)
+def test_can_rent(exposure: Exposure, price: int, minimum_s: float, allowed: bool) -> None:
+    assert can_rent(exposure, price, minimum_s) is allowed
+
+
+@pytest.mark.parametrize(
+    ("exposure", "due"),
+    [
+        (Exposure(1000, 1000, 0), False),  # nothing runs, nothing to wind down
+        (Exposure(1000, 0, 3600), False),
+        (Exposure(1000, 849, 3600), False),  # 120 kept back, 31 left, 30 burn until the margin ends
+        (Exposure(1000, 850, 3600), True),
+        (Exposure(1000, 849, 3600, pending_micros_h=1), True),
+        (Exposure(1000, 1000, 0, pending_micros_h=1), True),  # unknown, but it may burn
+    ],
+)
+def test_must_wind_down(exposure: Exposure, due: bool) -> None:
+    assert must_wind_down(exposure, 30.0) is due
+
+
+@given(
+    budget=st.integers(1, 10**8),
+    spent=st.integers(0, 10**8),
+    burn=st.integers(0, 10**8),
+    pending=st.integers(0, 10**8),
+    price=st.integers(1, 10**7),
+    minimum=st.floats(30, 3600),
+)
+def test_what_was_just_rented_does_not_end_the_job(
+    budget: int, spent: int, burn: int, pending: int, price: int, minimum: float
+) -> None:
+    """Renting with the last dollars must not bring the end about: a lease that may be rented may live its minimum."""
+    before = Exposure(budget, spent, burn, pending)
+    if can_rent(before, price, minimum + 1):
+        after = Exposure(budget, spent, burn + price, pending)
+        later = Exposure(budget, spent + (burn + pending + price) * (minimum - 30) // HOUR, burn + price, pending)
+        assert not must_wind_down(after, 30.0)
+        assert not must_wind_down(later, 30.0)
+
+
+@given(seed=st.integers(0, 2**32), budget=st.integers(100, 5_000_000))
+@example(seed=0, budget=1)
+def test_the_promise_holds_in_simulation(seed: int, budget: int) -> None:
+    """Random market, random rents, random losses: at the end, wound down, never a micro-dollar over."""
+    rng = random.Random(seed)
+    tick, wind_down_s, minimum_s = 10, 120, 120
+    leases: list[int] = []
+    spent_h = 0  # micro-dollars × seconds per hour: exact
+    for _ in range(2000):
+        exposure = Exposure(budget, -(-spent_h // HOUR), sum(leases), 0, wind_down_s)
+        if must_wind_down(exposure, 3 * tick):
+            break
+        for _ in range(rng.randint(0, 3)):
+            price = rng.randint(1_000, 2_000_000)
+            held = Exposure(budget, -(-spent_h // HOUR), sum(leases), 0, wind_down_s)
+            if can_rent(held, price, minimum_s):
+                leases.append(price)
+        if leases and rng.random() < 0.02:
+            leases.pop(rng.randrange(len(leases)))
+        spent_h += sum(leases) * tick
+        committed = spent_h + sum(leases) * wind_down_s
+        assert committed <= budget * HOUR
+    # All leases run to the very end of the wind-down.
+    assert spent_h + sum(leases) * wind_down_s <= budget * HOUR
+
+
+@given(
+    burn=st.integers(1, 10**7),
+    jump=st.floats(1.0, (120 + 30) / (120 + 10)),
+    spent=st.integers(0, 10**6),
+    budget=st.integers(1, 10**7),
+)
+def test_a_price_that_rises_within_the_margin_breaks_nothing(burn: int, jump: float, spent: int, budget: int) -> None:
+    """A rise of 15 % between two ticks is covered by the margin of three ticks."""
+    now = Exposure(budget, spent, burn)
+    if not must_wind_down(now, 30.0):
+        assert spent * HOUR + burn * jump * (10 + 120) <= budget * HOUR
