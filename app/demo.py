@@ -95,7 +95,7 @@ class Stage:
             "ECHO2_RECONCILE_SECONDS": "1",
             "ECHO2_OFFER_REFRESH_SECONDS": "2",
             "ECHO2_HEARTBEAT_SECONDS": "1",
-            "ECHO2_HEARTBEAT_TIMEOUT_SECONDS": "8",
+            "ECHO2_HEARTBEAT_TIMEOUT_SECONDS": "20",
             "ECHO2_JOIN_TIMEOUT_SECONDS": "120",
             "ECHO2_MIN_LEASE_SECONDS": "20",
             "ECHO2_WIND_DOWN_SECONDS": "20",

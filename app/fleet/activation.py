@@ -36,12 +36,13 @@ class Policy:
 
     surplus: float = 1.25
     """Release only from a pool that lies above this multiple of the target."""
-    keep: float = 1.05
-    """A release leaves at least this multiple of the target: the distance to renting again is the dead band."""
+    keep: float = 1.1
+    """A release leaves at least this multiple of the target, so that noise does not rent again what was just given
+    back. In a pool that has settled as a whole the target itself is enough."""
     min_life_s: float = 120.0
     """No lease is given back for price or surplus before that."""
     settle_lives: float = 60.0
-    """A lease is swapped for a moderate saving only after so many times `min_life_s`: prices that swing come back."""
+    """Only after so many times `min_life_s` a lease is swapped for a moderate saving: prices that swing come back."""
     early_saving: float = 0.65
     """Share of the old price for which a younger lease is swapped as well: no swing of ±40 % offers as much."""
     switch_s: float = 90.0
@@ -118,9 +119,11 @@ def _cover_decision(cover: Sequence[Candidate], endangered: Mapping[str, Running
 def _surplus(running: Sequence[Running], planned: float, target: float, policy: Policy) -> tuple[str, str] | None:
     """The dearest machine that the pool can do without."""
     old = [r for r in running if r.ready and r.age_s >= policy.min_life_s]
+    settled = all(r.age_s >= policy.settle_s for r in running)
+    floor = target if settled else policy.keep * target
     for r in sorted(old, key=lambda r: -r.candidate.rho):
         left = planned - r.candidate.mu
-        if left >= policy.keep * target and planned > policy.surplus * target:
+        if left >= floor and planned > policy.surplus * target:
             return r.candidate.key, f"pool {planned:.4g} > target {target:.4g}, dearest ρ"
     return None
 

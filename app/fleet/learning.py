@@ -126,17 +126,23 @@ class Learning:
             await self.core.signals.wait(news, min(left, 5.0))
 
     async def _page(self, session: AsyncSession, job: Job, after: int) -> TrajectoryPage:
+        accepted = (WorkItem.job_id == job.id) & (WorkItem.status == ItemStatus.ACCEPTED)
+        # Only files that still have something: a learner that starts anew must not page through the job's whole past.
         files = list(
             await session.scalars(
                 select(Trajectory)
-                .where(Trajectory.job_id == job.id, Trajectory.seq > after)
+                .where(
+                    Trajectory.job_id == job.id,
+                    Trajectory.seq > after,
+                    Trajectory.seq.in_(select(WorkItem.trajectory_seq).where(accepted)),
+                )
                 .order_by(Trajectory.seq)
                 .limit(PAGE)
             )
         )
         groups: dict[int, list[str]] = {}
         query = select(WorkItem.trajectory_seq, WorkItem.id).where(
-            WorkItem.trajectory_seq.in_([f.seq for f in files]), WorkItem.status == ItemStatus.ACCEPTED
+            accepted, WorkItem.trajectory_seq.in_([f.seq for f in files])
         )
         for seq, item in (await session.execute(query)).tuples():
             groups.setdefault(seq or 0, []).append(item)
@@ -145,7 +151,6 @@ class Learning:
                 seq=f.seq, key=f.key, size=f.size, blake3=f.blake3, node_id=f.node_id, work_items=sorted(groups[f.seq])
             )
             for f in files
-            if f.seq in groups
         ]
         return TrajectoryPage(items=items, cursor=files[-1].seq if files else after)
 

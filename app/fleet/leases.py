@@ -166,6 +166,7 @@ class Leases:
         elif result.doomed_id is not None:
             self.exists(session, lease, result.doomed_id)
             self.request_release(session, lease, f"refused, but an instance was made: {result.error}")
+            await self.cool_down(session, lease, f"refused: {result.error}")
         else:
             self.move(lease, LeaseState.REFUSED, f"{result.error}")
             self.core.emit(

@@ -142,7 +142,9 @@ class Nodes:
         node.heartbeat_at = now
         node.policy_version = beat.policy_version
         # The control side's wish to drain outlives what the node last knew of it.
-        state = NodeState.DRAINING if node.drain and beat.state is NodeState.ACTIVE else beat.state
+        # Only `leave`, which also gives the lease back, makes it gone.
+        ending = beat.state in (NodeState.GONE, NodeState.LOST) or (node.drain and beat.state is NodeState.ACTIVE)
+        state = NodeState.DRAINING if ending else beat.state
         if state != node.state:
             if state is NodeState.ACTIVE and node.state != NodeState.DRAINING:
                 took = now - node.joined_at

@@ -16,7 +16,7 @@ from app.fleet import money
 from app.fleet.core import Core
 from app.fleet.leases import Leases, label_prefix
 from app.protocol.base import usd
-from app.storage.models import Job, Lease, LeaseState
+from app.storage.models import Job, Lease, LeaseState, Node
 from providers.base import Billing, Instance, Listing, Phase, ProviderError
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class Reconciler:
             lease.exists_since = lease.disk_until = lease.created_at
         lease.instance_id = instance.instance_id
         if lease.state != LeaseState.RELEASING:
+            lease.release_attempts = 0
             self.leases.move(lease, LeaseState.RELEASING, f"listed after it was {lease.state}: destroying it again")
             self.core.emit(session, lease.job_id, "lease_ghost", lease.reason, lease=lease.id)
 
@@ -151,6 +152,11 @@ class Reconciler:
         self.leases.request_release(session, lease, reason)
 
     async def _interrupted(self, session: AsyncSession, lease: Lease, instance: Instance) -> None:
+        node = (await session.scalars(select(Node).where(Node.lease_id == lease.id))).first()
+        if node is not None and node.drain:
+            # We asked it to end; that its machine is down now is no loss.
+            self.leases.request_release(session, lease, lease.reason)
+            return
         lease.interrupted = True
         job = (await session.scalars(select(Job).where(Job.id == lease.job_id))).one()
         job.preemptions += 1

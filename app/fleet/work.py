@@ -37,6 +37,8 @@ from app.storage.models import ItemStatus, Job, Node, SnapshotRow, Trajectory, W
 log = logging.getLogger(__name__)
 
 UPLOAD_EXPIRES_S = 3600
+PUBLISH_LAG_S = 2.0
+"""So long may the learner's word of a version come after the version itself reached a node."""
 REFUSED_TOLERATED = 20
 """A node whose files are refused this often in a row is given up by the controller."""
 
@@ -189,10 +191,29 @@ class Work:
             raise Refused("foreign_key", "this key was not given to this node")
         spec = JobSpec.model_validate(job.spec)
         expected = self._expected(node_id, items, request, spec.batch.group_size)
-        versions = await asyncio.to_thread(
-            self._check_file, request, expected, job.published_version or 0, spec.sampling.max_tokens
-        )
+        versions = await self._checked(request, expected, job, spec.sampling.max_tokens)
         return await self._accept(node_id, request, versions, spec)
+
+    async def _checked(
+        self, request: CommitRequest, expected: dict[str, trajectory.Expected], job: Job, max_tokens: int
+    ) -> dict[str, int]:
+        """The file's oldest versions by work item.
+
+        A node has a version from its relay before the learner's word of it must be here: a file from a version that is
+        not published yet waits for that for a moment.
+        """
+        give_up = asyncio.get_running_loop().time() + PUBLISH_LAG_S
+        while True:
+            news = self.core.signals.subscribe(f"job:{job.id}")
+            async with self.core.db.read() as session:
+                newest = await session.scalar(select(Job.published_version).where(Job.id == job.id))
+            try:
+                return await asyncio.to_thread(self._check_file, request, expected, newest or 0, max_tokens)
+            except Refused as refusal:
+                left = give_up - asyncio.get_running_loop().time()
+                if refusal.reason != "future_version" or left <= 0:
+                    raise
+            await self.core.signals.wait(news, min(left, 1.0))
 
     @staticmethod
     def _expected(

@@ -9,11 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import shutil
 import socket
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -21,41 +18,25 @@ from app.learner.buffer import ReplayBuffer
 from app.learner.checkpoints import expected, save
 from app.learner.client import Control, ControlClient, Fenced
 from app.learner.config import LearnerSettings, load_settings
-from app.learner.evaluate import Evaluator
 from app.learner.files import exclusive
 from app.learner.heart import Heart, Status
 from app.learner.inbox import GroupReader, Inbox, counted
 from app.learner.loop import Ending, Loop, Position
-from app.learner.model import LoadedModel, assets, check_lengths, load, resolve, unique_weights
+from app.learner.model import unique_weights
 from app.learner.outbox import Directives, Outbox
+from app.learner.prepare import Parts, prepare, put_assets, put_final
 from app.learner.publisher import Publisher, Save
 from app.learner.sink import RelaySink
 from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import BadInput, EchoError, Unavailable
-from app.protocol.learner import AssetInfo, Done, LearnerDirectives, Ready, StartAnswer, StartRequest
-from app.storage.objects import ObjectStore
+from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer, StartRequest
 from app.storage.stores import open_store
-from app.tasks.base import Task
 from app.tasks.prompts import encode_prompt
-from app.tasks.registry import load_task
 
 log = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 60.0
 _FLUSH_S = 660.0
 """Longer than the client's patience, so that its error comes first."""
-_REHEARSAL_PROMPTS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a job needs before training: all that only loading can show to be right."""
-
-    loaded: LoadedModel
-    task: Task
-    trainer: GRPOTrainer
-    evaluator: Evaluator
-    assets: list[AssetInfo]
-    t_train_prior: float
 
 
 def run(settings: LearnerSettings) -> int:
@@ -272,38 +253,6 @@ def failure(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "the learner's device is out of memory; lower learner.micro_batch_tokens"
     return f"the learner's disk: {error}"[:2000]
-
-
-def prepare(answer: StartAnswer, settings: LearnerSettings) -> Parts:
-    """Load model and task, check that they go together, and measure a step. Raises BadInput, LearnerError."""
-    spec = answer.spec
-    task = load_task(spec.task, spec.seed)
-    if task.train_size < 1 or task.heldout_size < 1:
-        raise BadInput(
-            f"{task.name} has {task.train_size} training and {task.heldout_size} held-out prompts; raise size"
-        )
-    loaded = load(resolve(spec.model, settings.cache))
-    prompts = [encode_prompt(loaded.tokenizer, task.train(i)) for i in range(min(_REHEARSAL_PROMPTS, task.train_size))]
-    check_lengths(loaded.model, max(len(p) for p in prompts), spec.sampling.max_tokens)
-    trainer = GRPOTrainer(loaded.model, spec)
-    prior = trainer.rehearse(spec.rollouts_per_step, prompts, spec.sampling.max_tokens)
-    evaluator = Evaluator(loaded.model, loaded.tokenizer, task, spec)
-    return Parts(loaded, task, trainer, evaluator, assets(loaded.folder), prior)
-
-
-def put_assets(objects: ObjectStore, job_id: str, folder: Path, found: list[AssetInfo]) -> None:
-    """Put config and tokenizer under `jobs/{job}/model/`."""
-    for asset in found:
-        objects.put_file(f"jobs/{job_id}/model/{asset.path}", folder / asset.path)
-
-
-def put_final(objects: ObjectStore, prefix: str, loaded: LoadedModel, folder: Path) -> None:
-    """Save the trained model as a folder that `from_pretrained` opens and put its files under `prefix`."""
-    shutil.rmtree(folder, ignore_errors=True)
-    loaded.model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-    for path in sorted(folder.iterdir()):
-        objects.put_file(prefix + path.name, path)
 
 
 def main(job_id: str | None = None) -> int:

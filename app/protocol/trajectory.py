@@ -83,7 +83,7 @@ def encode(rollouts: Sequence[Rollout]) -> bytes:
     return sink.getvalue()
 
 
-def read_table(data: bytes, *, max_rows: int = 1_000_000) -> pa.Table:
+def read_table(data: bytes, *, max_rows: int = 1_000_000, max_values: int = MAX_VALUES) -> pa.Table:
     """Open a file and check it against SCHEMA. Raises Refused: `truncated`, `schema`, `too_many_rows`,
     `too_large`."""
     try:
@@ -94,8 +94,8 @@ def read_table(data: bytes, *, max_rows: int = 1_000_000) -> pa.Table:
         found = file.schema_arrow
         if found.names != SCHEMA.names or any(found.field(n).type != SCHEMA.field(n).type for n in SCHEMA.names):
             raise Refused("schema", f"columns are {found.names}; expected {SCHEMA.names} with the documented types")
-        if _values(file.metadata) > MAX_VALUES:
-            raise Refused("too_large", f"the file has more than {MAX_VALUES} values")
+        if _values(file.metadata) > max_values:
+            raise Refused("too_large", f"the file has more than {max_values} values")
         table = file.read()
         # Offsets inside their buffers, text that is UTF-8: what follows may rely on it.
         table.validate(full=True)

@@ -188,7 +188,7 @@ class Agent:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if False:
+        if ending.reachable:
             await self._leave(Leave(reason=ending.reason[:500], unfinished=node.unfinished()[:4096]))
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

@@ -36,6 +36,7 @@ class Meter:
         self._spans: deque[tuple[float, float]] = deque()
         self._running_since: float | None = None
         self._since: float | None = None
+        self._warm = False
 
     def begin(self, now: float) -> None:
         """A batch starts to be generated at `now` (monotonic seconds)."""
@@ -48,7 +49,10 @@ class Meter:
         self._spans.append((began, now))
         while self._spans and self._spans[0][1] < now - BUSY_WINDOW_S:
             self._spans.popleft()
-        if rollouts:
+        if rollouts and not self._warm:
+            # The first batch pays for what is set up once; counted, it would make the machine look slow.
+            self._warm = True
+        elif rollouts:
             self._rollouts = self._rollouts * self._decay + rollouts
             self._tokens = self._tokens * self._decay + tokens
             self._seconds = self._seconds * self._decay + (now - began)

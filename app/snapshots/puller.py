@@ -48,8 +48,8 @@ class Puller:
     handed out. It isn't called for what was in the store already. `on_lie` and `on_stall` run beside the download. What
     any of these raise ends `run()`, as do a full disk and a manifest whose hashes contradict each other.
 
-    Times are seconds. `stall_s`: silence after which a source is left; `starve_s`: time without a whole leaf after which
-    even one that says it is alive is left; `retry_s`: pause after all sources failed.
+    Times are seconds. `stall_s`: silence after which a source is left; `starve_s`: time without a whole leaf after
+    which even one that says it is alive is left; `retry_s`: pause after all sources failed.
     """
 
     def __init__(

@@ -140,6 +140,8 @@ class Host:
             "HOME": str(self._folder(contract.id)),
             "LANG": os.environ.get("LANG", "C.UTF-8"),
             "OMP_NUM_THREADS": "1",
+            # An image would bring its font cache along; making one anew takes each machine seconds.
+            "MPLCONFIGDIR": str(self.market.config.state_dir.absolute() / "matplotlib"),
         }
         provider = {
             "CONTAINER_ID": str(contract.id),

@@ -77,7 +77,10 @@ def job_body(**changes: Any) -> dict[str, Any]:
     body: dict[str, Any] = {
         "name": "spell",
         "model": "tiny",
-        "task": {"name": "reasoning_gym", "params": {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5}},
+        "task": {
+            "name": "reasoning_gym",
+            "params": {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5},
+        },
         "budget_usd": "50",
         "stop": {"steps": 4},
         "staleness_budget": 3,
@@ -449,15 +452,18 @@ class Node_:
         return await self.post("trajectories", {**body, **changes})
 
     async def produce(self, count: int = 100) -> list[str]:
-        """Ask, generate, upload, commit; the accepted items."""
-        items, slot = await self.work(count)
-        if slot is None:
-            return []
-        data = encode(self.rollouts(items))
-        await self.put(slot, data)
-        answer = await self.commit(slot, data, [i.id for i in items])
-        assert answer.status_code == 200, answer.text
-        return list(answer.json()["accepted"])
+        """Ask, generate, upload, commit until `count` are made or no more is given; the accepted items."""
+        accepted: list[str] = []
+        while len(accepted) < count:
+            items, slot = await self.work(count - len(accepted))
+            if slot is None:
+                break
+            data = encode(self.rollouts(items))
+            await self.put(slot, data)
+            answer = await self.commit(slot, data, [i.id for i in items])
+            assert answer.status_code == 200, answer.text
+            accepted += answer.json()["accepted"]
+        return accepted
 
     async def leave(self, reason: str = "drained") -> None:
         """The last word."""

@@ -126,9 +126,7 @@ async def test_interrupted_machine_is_told_released_and_replaced_elsewhere(
     assert (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]["preemptions"] == 1
 
 
-async def test_vanished_machine_is_replaced_after_two_complete_listings(
-    control: World, provider: FakeProvider
-) -> None:
+async def test_vanished_machine_is_replaced_after_two_complete_listings(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
     _, (node,) = await control.running(job_id)
     items, _ = await node.work(2)
@@ -178,9 +176,9 @@ async def test_search_that_fails_rents_nothing_and_is_told(control: World, provi
 
 async def test_ghost_is_destroyed_again_and_paid_for(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
-    await control.running(job_id)
+    learner, _ = await control.running(job_id)
     await control.http.post(f"/v1/jobs/{job_id}/cancel")
-    control.supervisor.running.clear()
+    await learner.done("finished")
     for _ in range(6):
         await control.round(10)
     assert [x.state for x in await control.leases()] == ["released"]
@@ -198,14 +196,12 @@ async def test_ghost_is_destroyed_again_and_paid_for(control: World, provider: F
     assert lease.spent_disk == int(true["disk"])
 
 
-async def test_release_that_is_accepted_and_does_nothing_is_sent_again(
-    control: World, provider: FakeProvider
-) -> None:
+async def test_release_that_is_accepted_and_does_nothing_is_sent_again(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
-    await control.running(job_id)
+    learner, _ = await control.running(job_id)
     provider.ghosts = True
     await control.http.post(f"/v1/jobs/{job_id}/cancel")
-    control.supervisor.running.clear()
+    await learner.done("finished")
     for _ in range(8):
         await control.round(10)
     (lease,) = await control.leases()
@@ -224,10 +220,10 @@ async def test_release_that_fails_is_tried_again_and_counts_only_when_it_is_gone
     control: World, provider: FakeProvider
 ) -> None:
     job_id = await control.create()
-    await control.running(job_id)
+    learner, _ = await control.running(job_id)
     provider.release_failures = 3
     await control.http.post(f"/v1/jobs/{job_id}/cancel")
-    control.supervisor.running.clear()
+    await learner.done("finished")
     for _ in range(30):
         await control.round(5)
         (lease,) = await control.leases()
@@ -271,9 +267,7 @@ async def test_node_without_heartbeats_is_lost_and_its_work_goes_to_others(
     assert answer.json()["reason"] == "foreign_work_item"
 
 
-async def test_silence_is_not_held_against_nodes_while_nobody_listened(
-    control: World, provider: FakeProvider
-) -> None:
+async def test_silence_is_not_held_against_nodes_while_nobody_listened(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
     _, (node,) = await control.running(job_id)
     await control.stop()
@@ -367,10 +361,10 @@ async def test_cancelled_while_renting_leaves_nothing_behind(
     provider.outcomes = deque([outcome])
     provider.listing_lag_s = 15
     job_id = await control.create()
-    await control.ready_learner(job_id)
+    learner = await control.ready_learner(job_id)
     await control.round()
     await control.http.post(f"/v1/jobs/{job_id}/cancel")
-    control.supervisor.running.clear()
+    await learner.done("finished")
     for _ in range(15):
         await control.round(10)
     assert provider.live() == []

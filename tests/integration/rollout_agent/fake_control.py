@@ -67,10 +67,14 @@ class Control:
     shutdown: bool = False
     target: int | None = 0
     lease_s: float = 600.0
+    heartbeat_s: float = 0.1
     refuse: bool = False
     status_of: dict[str, EchoError] = field(default_factory=dict)
     """Call name → error to answer with."""
     give_work: bool = True
+    held_version: int | None = None
+    """Polls for work under this version are answered only after `release`."""
+    release: asyncio.Event = field(default_factory=asyncio.Event)
     token_used: bool = False
     joins: list[JoinRequest] = field(default_factory=list)
     beats: list[Heartbeat] = field(default_factory=list)
@@ -115,7 +119,7 @@ class Control:
                 "drain": self.drain,
                 "shutdown": self.shutdown,
                 "lease_expires_in_s": self.lease_s,
-                "heartbeat_interval_s": 0.1,
+                "heartbeat_interval_s": self.heartbeat_s,
                 "reason": "the test says so" if self.drain or self.shutdown else "",
             }
         )
@@ -187,6 +191,8 @@ class Control:
     async def _work(self, request: Request) -> Response:
         self._check(request, "work")
         asked = WorkRequest.model_validate_json(await request.body())
+        if asked.policy_version == self.held_version:
+            await asyncio.wait_for(self.release.wait(), 20)
         if not self.give_work:
             await asyncio.sleep(min(asked.wait_s, 0.2))
             return _json(WorkAnswer(items=[], reason="no work now"))

@@ -76,6 +76,32 @@ async def test_a_node_works_and_goes_on_under_the_new_version(tmp_path: Path) ->
     assert versions == sorted(versions), "after a swap nothing is sampled under the old version"
 
 
+async def test_news_is_told_at_once_and_not_at_the_next_heartbeat(tmp_path: Path) -> None:
+    async with running(tmp_path) as (control, _):
+        control.heartbeat_s = 60.0
+        async with agent_of(control, tmp_path / "node") as (agent, life):
+            await eventually(lambda: len(control.committed) >= 1, "work is committed")
+            assert (control.beats[-1].state, control.beats[-1].policy_version) == (NodeState.ACTIVE, 0)
+            await control.publish(1)
+            await eventually(lambda: control.beats[-1].policy_version == 1, "v1 is told")
+            agent.stop()
+            await asyncio.wait_for(life, 20)
+            assert control.beats[-1].state == NodeState.DRAINING
+
+
+async def test_a_new_version_gets_work_while_the_old_one_waits_for_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as (control, _), agent_of(control, tmp_path / "node"):
+        await eventually(lambda: len(control.committed) >= 1, "work is committed")
+        control.held_version = 0
+        await eventually(lambda: control.beats[-1].in_flight == 0, "it waits for work")
+        await control.publish(1)
+        await eventually(lambda: 1 in control.committed.values(), "work of v1 is committed", 8)
+        assert not control.release.is_set()
+        control.release.set()
+        control.give_work = False
+        await eventually(lambda: set(control.leased) == set(control.committed), "what the old poll brought is done too")
+
+
 async def test_drain_commits_what_is_in_flight_and_leaves(tmp_path: Path) -> None:
     async with running(tmp_path) as (control, _), agent_of(control, tmp_path / "node") as (_, life):
         await eventually(lambda: len(control.committed) >= 4, "work is committed")

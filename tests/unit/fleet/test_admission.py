@@ -1,4 +1,4 @@
-"""Nothing that admission lets out is over the staleness budget when its turn comes, and nothing is held back in vain."""
+"""Nothing that admission lets out is stale when its turn comes, and nothing is held back in vain."""
 
 from __future__ import annotations
 

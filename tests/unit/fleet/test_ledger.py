@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -72,7 +73,7 @@ def test_clock_readings_do_not_drift(cuts: list[float], rate: int) -> None:
     begin = 1_790_000_000.123456
     moments = [begin, *sorted(begin + cut for cut in cuts), begin + 86_400]
     total, carry = 0, 0
-    for start, end in zip(moments, moments[1:], strict=False):
+    for start, end in itertools.pairwise(moments):
         amount = ledger.rent(rate, end - start, carry)
         total, carry = total + amount.micros, amount.carry
     true = Fraction(rate) * (Fraction(moments[-1]) - Fraction(begin)) / 3600

@@ -84,6 +84,7 @@ async def test_a_failed_reward_is_no_zero_but_hands_the_item_back(wrong: float |
     assert (report["kind"], report["subject"], report["version"]) == ("task_error", "w1", 7)
     assert bench.ledger.errors["task_error"] == 1
     assert bench.ledger.unfinished() == ["w1"]
+    assert bench.ledger.in_flight == 0
 
 
 async def test_a_task_that_scores_nothing_ends_the_node_after_some_batches() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.rollout_agent.measure import BUSY_WINDOW_S, MAX_ITEMS, MIN_ITEMS, BatchSizer, Meter, next_items
+from app.rollout_agent.measure import BUSY_WINDOW_S, MAX_ITEMS, MIN_ITEMS, BatchSizer, Meter, Rates, next_items
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,7 @@ def test_rates_forget_with_a_half_life_of_four_batches() -> None:
 
 def test_a_failed_batch_is_busy_time_but_no_throughput() -> None:
     meter = Meter()
+    meter.end(-5.0, 0.0, rollouts=10, tokens=10)
     meter.begin(0.0)
     meter.end(0.0, 1.0, rollouts=10, tokens=10)
     meter.begin(1.0)
@@ -125,3 +126,13 @@ def test_busy_share_is_of_the_last_half_minute_and_counts_the_running_batch() ->
     assert meter.busy_share(100.0) == pytest.approx(0.0)
     meter.begin(100.0)
     assert meter.busy_share(115.0) == pytest.approx(15 / BUSY_WINDOW_S)
+
+
+def test_the_first_batch_pays_for_warm_up_and_is_not_counted() -> None:
+    meter = Meter()
+    meter.begin(0.0)
+    meter.end(0.0, 8.0, rollouts=8, tokens=40)
+    assert meter.rates is None
+    meter.begin(8.0)
+    meter.end(8.0, 9.0, rollouts=100, tokens=500)
+    assert meter.rates == Rates(100.0, 500.0)

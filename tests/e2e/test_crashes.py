@@ -1,0 +1,98 @@
+"""Learner, node and control service are killed under a job; nobody who pays for it notices."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from datetime import datetime
+
+import pytest
+
+from tests.e2e.stage import Stage
+from tests.e2e.story import GROUP, PROMPTS, STEPS, Story
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+LETTING_GO = ("lease_releasing", "lease_released", "node_draining", "node_lost", "preempted", "lease_adopted")
+
+
+def test_the_job_succeeds_all_the_same(stage: Stage, story: Story) -> None:
+    assert (story.end["status"], story.end["step"]) == ("succeeded", STEPS), story.end["status_reason"]
+    assert story.end["final_prefix"] == f"jobs/{story.job_id}/final/"
+    assert stage.get(f"/v1/jobs/{story.job_id}/fleet")["nodes"] == []
+
+
+def test_a_killed_learner_goes_on_without_a_gap_or_a_repetition(stage: Stage, story: Story) -> None:
+    first, second = story.learner_pids
+    assert first != second
+    assert 0 < story.step_at_kill < STEPS
+    steps = stage.all(f"/v1/jobs/{story.job_id}/steps")
+    assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
+    assert {s["rollouts"] for s in steps} == {PROMPTS * GROUP}
+    # What was accepted meanwhile is there at once, however much was consumed before.
+    assert steps[story.resumed_step]["t_idle"] < 8.0
+    trained = stage.rows("SELECT trained_step FROM work_items WHERE job_id = ? AND status = 'trained'", story.job_id)
+    assert Counter(row["trained_step"] for row in trained) == dict.fromkeys(range(1, STEPS + 1), PROMPTS)
+    assert len(stage.events(story.job_id, "learner_started")) == 2, "the second one outlived the control service"
+
+
+def test_a_killed_node_is_replaced_and_its_work_done_by_others(stage: Stage, story: Story) -> None:
+    [lease] = [x for x in stage.get(f"/v1/jobs/{story.job_id}/cost")["leases"] if x["id"] == story.victim["lease_id"]]
+    assert lease["state"] == "released"
+    assert lease["to"] < story.restarted_at
+    assert len(story.before) == 2
+    assert story.victim["lease_id"] not in story.before
+    assert story.victims_work, "it was killed at work"
+    items = stage.rows("SELECT id, status, node_id FROM work_items WHERE job_id = ?", story.job_id)
+    again = [row for row in items if row["id"] in story.victims_work]
+    assert {row["status"] for row in again} <= {"trained", "dropped"}
+    assert any(row["status"] == "trained" for row in again)
+    assert story.victim["id"] not in {row["node_id"] for row in again if row["status"] == "trained"}
+
+
+def test_a_killed_control_service_goes_on_with_the_same_leases(stage: Stage, story: Story) -> None:
+    assert story.machines_without_service == 2, "the marketplace and its machines do not die with the service"
+    assert story.after == story.before
+    assert all(story.before.values())
+    drained = next(e["at"] for e in stage.events(story.job_id, "job_draining"))
+    since = [e for e in stage.events(story.job_id, *LETTING_GO) if story.restarted_at < e["at"] < drained]
+    assert since == []
+
+
+def test_nothing_is_rented_twice(stage: Stage, story: Story) -> None:
+    labels = {row["label"] for row in stage.rows("SELECT label FROM leases WHERE job_id = ?", story.job_id)}
+    creates = {k: n for k, n in stage.asked()["creates_by_label"].items() if k in labels}
+    assert creates == dict.fromkeys(labels, 1)
+    assert len(labels) == 3
+
+
+def test_the_ledger_has_every_second_once_and_agrees_with_the_bill(stage: Stage, story: Story) -> None:
+    leases = stage.rows("SELECT * FROM leases WHERE job_id = ?", story.job_id)
+    entries = defaultdict(list)
+    for row in stage.rows("SELECT * FROM ledger WHERE job_id = ? ORDER BY start, id", story.job_id):
+        entries[row["lease_id"], row["kind"]].append(row)
+    for lease in leases:
+        for kind, begin, rate in (
+            ("gpu", lease["gpu_since"], lease["rate_micros_h"] / 3600),
+            ("disk", lease["exists_since"], lease["disk_micros_gb_month"] * lease["disk_gb"] / 720 / 3600),
+        ):
+            rows = entries[lease["id"], kind]
+            ends = [begin, *(r["end"] for r in rows)]
+            starts = [*(r["start"] for r in rows), lease["ended_at"]]
+            for end, start in zip(ends, starts, strict=True):
+                # An interval that costs less than a micro-dollar is carried over without an entry.
+                assert 0 <= start - end < 1 / rate + 1e-6, (kind, lease["id"], end, start)
+            seconds = lease["ended_at"] - begin
+            assert sum(r["micros"] for r in rows) == pytest.approx(rate * seconds, abs=2)
+    ours = sum(row["micros"] for rows in entries.values() for row in rows)
+    cost = stage.get(f"/v1/jobs/{story.job_id}/cost")
+    assert ours == round(float(cost["spent_usd"]) * 1e6)
+    bill = sum(i["billed_micros"] for i in stage.instances(story.job_id).values())
+    assert ours == pytest.approx(bill, rel=0.01)
+
+
+def test_a_webhook_is_acted_on_within_a_second_and_once(stage: Stage, story: Story) -> None:
+    assert [a.status_code for a in story.hook_answers] == [202, 202]
+    assert [a.json()["replay"] for a in story.hook_answers] == [False, True]
+    told = [e for e in stage.events(story.job_id, "reranked") if "L40S" in e["message"]]
+    assert len(told) == 1
+    assert story.hook_answered_at is not None
+    assert (datetime.fromisoformat(told[0]["at"]) - story.hook_answered_at).total_seconds() < 1.0

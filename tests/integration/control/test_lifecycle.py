@@ -1,0 +1,117 @@
+"""What owners do to their jobs: pause, resume, cancel, change."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.control.fake_provider import FakeProvider
+from tests.integration.control.rig import World
+
+
+async def test_pause_gives_every_machine_back_and_resume_rents_anew(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    items, _ = await node.work(1)
+    assert (await control.http.post(f"/v1/jobs/{job_id}/pause")).status_code == 202
+    await learner.beat()
+    assert learner.command == "pause"
+    await control.round(1)
+    await node.beat()
+    assert node.directives["drain"]
+    assert (await node.ask())["items"] == []
+    await control.rounds(3, 10, learner)
+    assert provider.live() == []
+    assert {x.state for x in await control.leases()} == {"released"}
+    assert (await control.job(job_id))["status"] == "paused"
+    assert [i.status for i in await control.items(job_id)] == ["pending"]
+    await control.rounds(10, 60, learner)
+    assert provider.creates.total() == 1
+
+    assert (await control.http.post(f"/v1/jobs/{job_id}/resume")).status_code == 202
+    await control.rounds(2, 10, learner)
+    assert learner.command == "run"
+    (rented,) = provider.live()
+    heir = await control.join(rented)
+    assert await heir.produce(1) == [items[0].id]
+    assert (await control.http.post(f"/v1/jobs/{job_id}/resume")).status_code == 202
+
+
+async def test_cancel_lets_the_learner_finish_and_gives_everything_back(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    answer = await control.http.post(f"/v1/jobs/{job_id}/cancel")
+    assert answer.status_code == 202
+    await learner.beat()
+    assert learner.command == "finish"
+    await control.rounds(3, 10, learner)
+    assert provider.live() == []
+    assert (await control.job(job_id))["status"] == "draining"
+    await learner.done("finished")
+    await control.round(1)
+    job = await control.job(job_id)
+    assert (job["status"], job["status_reason"]) == ("cancelled", "cancelled by its owner")
+    assert job["finished_at"] is not None
+    assert (await control.http.post(f"/v1/jobs/{job_id}/cancel")).status_code == 202
+    assert (await control.http.patch(f"/v1/jobs/{job_id}", json={"budget_usd": "9"})).status_code == 409
+    assert (await control.http.post(f"/v1/jobs/{job_id}/pause")).status_code == 409
+    await control.rounds(3, 60)
+    assert provider.creates.total() == 1
+
+
+async def test_pending_job_can_be_cancelled_and_not_paused(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    assert (await control.http.post(f"/v1/jobs/{job_id}/pause")).status_code == 409
+    await control.http.post(f"/v1/jobs/{job_id}/cancel")
+    await control.round(1)
+    assert (await control.job(job_id))["status"] == "cancelled"
+    assert control.supervisor.started == []
+    assert provider.creates.total() == 0
+
+
+async def test_max_nodes_is_held_and_can_be_changed(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create(fleet={"max_nodes": 1})
+    learner, nodes = await control.running(job_id, nodes=3)
+    assert len(provider.live()) == 1
+    assert "at_max_nodes" in await control.kinds(job_id)
+    answer = await control.http.patch(f"/v1/jobs/{job_id}", json={"fleet": {"max_nodes": 3}})
+    assert (answer.status_code, answer.json()["fleet"]["max_nodes"]) == (200, 3)
+    await control.rounds(2, 10, learner, *nodes)
+    assert len(provider.live()) == 3
+
+
+async def test_staleness_budget_can_be_changed_and_reaches_the_learner(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner, _ = await control.running(job_id)
+    answer = await control.http.patch(f"/v1/jobs/{job_id}", json={"staleness_budget": 6})
+    assert (answer.json()["staleness_budget"], answer.json()["publish_period"]) == (6, 5)
+    told = (await learner.post("heartbeat", {"step": 0, "state": "waiting"})).json()
+    assert (told["staleness_budget"], told["publish_period"]) == (6, 5)
+
+
+async def test_staleness_budget_too_small_for_the_publish_period_is_refused(control: World) -> None:
+    job_id = await control.create(staleness_budget=5, publish_period=4)
+    answer = await control.http.patch(f"/v1/jobs/{job_id}", json={"staleness_budget": 3})
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["pointer"] == "/staleness_budget"
+    assert (await control.job(job_id))["staleness_budget"] == 5
+
+
+@pytest.mark.parametrize("body", [{"model": "x"}, {"budget_usd": "-1"}, {"fleet": {"max_nodes": 0}}, {"fleet": {}}])
+async def test_change_that_is_not_possible_is_refused(control: World, body: dict[str, object]) -> None:
+    job_id = await control.create()
+    assert (await control.http.patch(f"/v1/jobs/{job_id}", json=body)).status_code == 422
+
+
+async def test_jobs_have_their_own_machines_and_money(control: World, provider: FakeProvider) -> None:
+    one, two = await control.create(name="one"), await control.create(name="two")
+    for job_id in (one, two):
+        await control.ready_learner(job_id)
+    await control.round()
+    await control.round(60)
+    assert provider.live_machines() == ["m1", "m2"]
+    costs = [await control.get(f"/v1/jobs/{j}/cost") for j in (one, two)]
+    assert [c["leases"][0]["machine_id"] for c in costs] == ["m1", "m2"]
+    whole = await control.get("/v1/cost")
+    assert float(whole["spent_usd"]) == pytest.approx(sum(float(c["spent_usd"]) for c in costs))
+    assert [len((await control.get(f"/v1/jobs/{j}/fleet"))["nodes"]) for j in (one, two)] == [1, 1]
+    assert len((await control.get("/v1/fleet"))["nodes"]) == 2
