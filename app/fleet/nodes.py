@@ -254,8 +254,12 @@ class Nodes:
             node = await session.get_one(Node, node_id)
             message = f"{report.kind} {report.subject}: {report.detail}"
             self.core.emit(session, node.job_id, report.kind, message, node=node.id, subject=report.subject)
-            liar = await session.get(Node, report.subject) if report.kind == "upstream_lied" else None
-            if liar is None or liar.job_id != node.job_id or liar.id == node.id:
+            if report.kind == "task_error":
+                await self._hand_back(session, node, report.subject)
+            # Only who may pull from a node can know that it lies.
+            seen = report.kind == "upstream_lied" and report.subject in {u["node_id"] for u in node.upstreams}
+            liar = await session.get(Node, report.subject) if seen else None
+            if liar is None:
                 return
             liar.lies += 1
             if liar.lies >= LIES_TOLERATED and liar.state in LIVE:
@@ -264,6 +268,13 @@ class Nodes:
                 await self._depart(session, liar, NodeState.LOST, why)
                 await self.leases.cool_down(session, lease, why)
                 self.leases.request_release(session, lease, why)
+
+    @staticmethod
+    async def _hand_back(session: AsyncSession, node: Node, item_id: str) -> None:
+        """A work item that this node can't score is somebody else's."""
+        item = await session.get(WorkItem, item_id)
+        if item is not None and item.node_id == node.id and item.status == ItemStatus.LEASED:
+            item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
 
     async def retire(self, session: AsyncSession, lease: Lease, reason: str) -> None:
         """Give a lease back in order: its node drains first, if it has one that works."""

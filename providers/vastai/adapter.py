@@ -11,6 +11,7 @@ import builtins
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -70,6 +71,7 @@ class VastAI:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:  # fmt: skip
         self._name = name
+        self._base_url = base_url
         self._clock = clock
         self._sleep = sleep
         self._verified_only = verified_only
@@ -124,7 +126,8 @@ class VastAI:
 
     async def rent(self, offer: Offer, spec: RentSpec) -> RentResult:
         """One create request. Raises only for requests that must not be sent (BadRequest, CapabilityError)."""
-        body = create_body(offer, spec)
+        # Where the machine's own key (CONTAINER_API_KEY) is good: with it, a machine that nobody needs ends itself.
+        body = create_body(offer, replace(spec, env={"VAST_URL": self._base_url, **spec.env}))
         try:
             async with asyncio.timeout(LANE_S):
                 await self._lane.acquire()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -41,11 +42,11 @@ def test_a_killed_node_is_replaced_and_its_work_done_by_others(stage: Stage, sto
     assert len(story.before) == 2
     assert story.victim["lease_id"] not in story.before
     assert story.victims_work, "it was killed at work"
-    items = stage.rows("SELECT id, status, node_id FROM work_items WHERE job_id = ?", story.job_id)
-    again = [row for row in items if row["id"] in story.victims_work]
-    assert {row["status"] for row in again} <= {"trained", "dropped"}
-    assert any(row["status"] == "trained" for row in again)
-    assert story.victim["id"] not in {row["node_id"] for row in again if row["status"] == "trained"}
+    items = stage.rows("SELECT id, status, node_id, attempts FROM work_items WHERE job_id = ?", story.job_id)
+    # A file that was committed at the last moment may still have been taken.
+    again = [x for x in items if x["id"] in story.victims_work and x["node_id"] != story.victim["id"]]
+    assert {x["status"] for x in again} <= {"trained", "dropped"}
+    assert any(x["status"] == "trained" and x["attempts"] > 1 for x in again)
 
 
 def test_a_killed_control_service_goes_on_with_the_same_leases(stage: Stage, story: Story) -> None:
@@ -70,23 +71,24 @@ def test_the_ledger_has_every_second_once_and_agrees_with_the_bill(stage: Stage,
     for row in stage.rows("SELECT * FROM ledger WHERE job_id = ? ORDER BY start, id", story.job_id):
         entries[row["lease_id"], row["kind"]].append(row)
     for lease in leases:
-        for kind, begin, rate in (
-            ("gpu", lease["gpu_since"], lease["rate_micros_h"] / 3600),
-            ("disk", lease["exists_since"], lease["disk_micros_gb_month"] * lease["disk_gb"] / 720 / 3600),
-        ):
-            rows = entries[lease["id"], kind]
-            ends = [begin, *(r["end"] for r in rows)]
-            starts = [*(r["start"] for r in rows), lease["ended_at"]]
-            for end, start in zip(ends, starts, strict=True):
-                # An interval that costs less than a micro-dollar is carried over without an entry.
-                assert 0 <= start - end < 1 / rate + 1e-6, (kind, lease["id"], end, start)
-            seconds = lease["ended_at"] - begin
-            assert sum(r["micros"] for r in rows) == pytest.approx(rate * seconds, abs=2)
+        disk_rate = lease["disk_micros_gb_month"] * lease["disk_gb"] / 720 / 3600
+        # The GPU of a machine that was found dead is paid until then, of any other until it was given back.
+        assert (lease["gpu_until"] < lease["ended_at"]) == bool(lease["interrupted"])
+        _contiguous(entries[lease["id"], "gpu"], lease["gpu_since"], lease["gpu_until"], lease["rate_micros_h"] / 3600)
+        _contiguous(entries[lease["id"], "disk"], lease["exists_since"], lease["ended_at"], disk_rate)
     ours = sum(row["micros"] for rows in entries.values() for row in rows)
     cost = stage.get(f"/v1/jobs/{story.job_id}/cost")
     assert ours == round(float(cost["spent_usd"]) * 1e6)
     bill = sum(i["billed_micros"] for i in stage.instances(story.job_id).values())
     assert ours == pytest.approx(bill, rel=0.01)
+
+
+def _contiguous(rows: list[dict[str, Any]], begin: float, end: float, rate: float) -> None:
+    """Entries follow each other from begin to end. What costs less than a micro-dollar is carried over without one."""
+    ends, starts = [begin, *(r["end"] for r in rows)], [*(r["start"] for r in rows), end]
+    gaps = [start - before for before, start in zip(ends, starts, strict=True)]
+    assert all(0 <= gap < 1 / rate + 1e-6 for gap in gaps), gaps
+    assert sum(r["micros"] for r in rows) == pytest.approx(rate * (end - begin), abs=2)
 
 
 def test_a_webhook_is_acted_on_within_a_second_and_once(stage: Stage, story: Story) -> None:

@@ -293,7 +293,8 @@ class FakeProvider:
         return []
 
     async def _no_notices(self) -> AsyncIterator[Notice]:
-        for notice in ():
+        none: list[Notice] = []
+        for notice in none:
             yield notice
 
     def notices(self) -> AsyncIterator[Notice]:

@@ -79,7 +79,7 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "model": "tiny",
         "task": {
             "name": "reasoning_gym",
-            "params": {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5},
+            "params": {"dataset": "spell_backward", "min_word_len": 3},
         },
         "budget_usd": "50",
         "stop": {"steps": 4},

@@ -38,7 +38,7 @@ async def test_pause_gives_every_machine_back_and_resume_rents_anew(control: Wor
 
 async def test_cancel_lets_the_learner_finish_and_gives_everything_back(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
-    learner, (node,) = await control.running(job_id)
+    learner, _ = await control.running(job_id)
     answer = await control.http.post(f"/v1/jobs/{job_id}/cancel")
     assert answer.status_code == 202
     await learner.beat()

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from app.protocol.trajectory import encode
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.fake_provider import FakeProvider, Outcome
 from tests.integration.control.rig import World
@@ -27,22 +28,26 @@ async def test_job_goes_on_after_a_restart_in_its_middle(control: World, provide
     nodes = [await control.join(rented) for rented in provider.live()]
     assert len(nodes) == 2
     items, slot = await nodes[0].work(1)
-    await control.round(35)
+    await control.round(5)
 
     await control.restart()
     assert control.supervisor.started == []
     await learner.beat()
     for node in nodes:
         await node.beat()
-    await control.round(10)
+    await control.round(5)
     assert control.supervisor.started == []
     assert provider.creates.total() == len(provider.creates) == 2
     # What was leased before is answered to the new process, and what was accepted is there.
     assert [i.status for i in await control.items(job_id)] == ["leased"]
     assert slot is not None
+    data = encode(nodes[0].rollouts(items))
+    await nodes[0].put(slot, data)
+    answer = await nodes[0].commit(slot, data, [items[0].id])
+    assert answer.json()["accepted"] == [items[0].id]
     for _ in range(4):
-        made = await nodes[1].produce(2)
-        await learner.train(made)
+        await nodes[1].produce(2)
+        await learner.train([g for ref in await learner.poll() for g in ref.work_items][:2])
         await control.restart()
         await learner.beat()
         for node in nodes:

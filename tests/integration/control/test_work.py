@@ -102,7 +102,7 @@ async def test_work_of_another_node_is_refused_and_stays_with_it(control: World)
     job_id = await control.create()
     _, (one, two) = await control.running(job_id, nodes=2)
     theirs, slot_one = await one.work(1)
-    mine, slot_two = await two.work(1)
+    _, slot_two = await two.work(1)
     assert slot_one is not None
     assert slot_two is not None
     data = encode(two.rollouts(theirs))
@@ -143,7 +143,7 @@ async def test_upload_url_takes_its_own_key_and_size_only(control: World) -> Non
 @BOTH
 async def test_no_more_is_handed_out_than_can_be_trained_on_in_time(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
-    learner, nodes = await control.running(job_id, nodes=2)
+    _, nodes = await control.running(job_id, nodes=2)
     answers = await asyncio.gather(*(node.ask(3) for node in nodes for _ in range(4)))
     given = [item["id"] for a in answers for item in a["items"]]
     # S + v − t + 1 = 4 steps of groups, and nothing of it twice.
@@ -267,7 +267,7 @@ async def test_dropped_groups_are_counted_once_and_not_offered_again(control: Wo
 
 async def test_measured_throughput_calls_for_more_machines(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
-    learner, (node,) = await control.running(job_id)
+    _, (node,) = await control.running(job_id)
     for _ in range(3):
         control.clock.advance(10)
         await node.beat(mu=2.0)
