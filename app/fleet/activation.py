@@ -34,6 +34,8 @@ class Running:
 class Policy:
     """Hysteresis. Defaults from FACTS §2.4 (inferred: the paper gives none)."""
 
+    rent_below: float = 1.0
+    """Rent only when the pool lies below this share of the target, and then up to the target."""
     surplus: float = 1.25
     """Release only from a pool that lies above this multiple of the target."""
     keep: float = 1.1
@@ -87,7 +89,7 @@ def decide(
     used = {r.candidate.machine for r in running}
     market = [o for o in offers if o.machine not in used]
     free = slots - len(running)
-    if planned < target * (1 - ROUNDING):
+    if planned < target * policy.rent_below * (1 - ROUNDING):
         pool = [*market, *(r.candidate for r in endangered.values())]
         cover = cheapest_cover(pool, target - planned, slots - len(safe))
         if cover:

@@ -171,7 +171,13 @@ class Controller:
         offers = {p.offer.offer_id: p for p in ranked if not p.excluded}
         market = [activation.Candidate(k, p.offer.machine_id, p.price.total, p.mu) for k, p in offers.items()]
         slots = job.max_nodes - (len(seen.usable) - len(running))
-        policy = activation.Policy(min_life_s=self.core.settings.min_lease_seconds, switch_s=view.startup_s, life_h=1.0)
+        policy = activation.Policy(
+            # γ is the reserve above what is needed: only when it is used up is there something to do.
+            rent_below=1 / seen.spec.safety_factor,
+            min_life_s=self.core.settings.min_lease_seconds,
+            switch_s=view.startup_s,
+            life_h=1.0,
+        )
         decision = activation.decide(running, market, need.mu_target, slots, policy)
         if why != "tick":
             self._tell_rerank(session, seen, ranked, decision, why)

@@ -14,6 +14,8 @@ from itertools import accumulate
 
 SEARCH_STEPS = 6000
 """Bound of the search: some 10 ms. Beyond it the best set so far is taken."""
+FAST_ENOUGH = 0.6
+"""Share of the fastest machine's throughput that counts as fast when slots are scarce."""
 GAP = 1e-3
 """A set this much dearer than the cheapest is as good as it."""
 
@@ -46,7 +48,7 @@ def prefix(candidates: Sequence[Candidate], need: float, slots: int) -> list[Can
 
 
 def cheapest_cover(candidates: Sequence[Candidate], need: float, slots: int) -> list[Candidate]:
-    """The cheapest set with Σμ ≥ need in at most `slots` machines; the fastest set if none covers it.
+    """The cheapest set with Σμ ≥ need in at most `slots` machines; cheap fast ones if none covers it.
 
     A bounded branch and bound: exact for tens of offers, within GAP or the SEARCH_STEPS otherwise. It starts from the
     better of the prefixes, each closed by the cheapest single machine that covers the rest, and of the fastest set.
@@ -58,7 +60,7 @@ def cheapest_cover(candidates: Sequence[Candidate], need: float, slots: int) -> 
         # Cheap first among the equally fast.
         best = _one_each(sorted(candidates, key=lambda c: (-c.mu, c.price, c.key)))[:slots]
         if _total(best) < need:
-            return best
+            return _scarce(candidates, slots)
     best = _trim(best, need)
     # More throughput than the need is worth no more than the need.
     rates = [(c.price / min(c.mu, need), c.price, c.key, c) for c in candidates if c.mu > 0]
@@ -66,6 +68,16 @@ def cheapest_cover(candidates: Sequence[Candidate], need: float, slots: int) -> 
     ranked = _worth_a_look([c for *_, c in rates], need, _cost(best))
     best = min([best, *_closed_prefixes(_one_each(ranked), need, slots)], key=_cost)
     return _Search(_worth_a_look(ranked, need, _cost(best)), need, slots, best).run()
+
+
+def _scarce(candidates: Sequence[Candidate], slots: int) -> list[Candidate]:
+    """What to take when nothing covers the need: slots are scarce, so fast machines, the cheapest ρ of those first.
+
+    The plain fastest would pay any price for the last percent.
+    """
+    fast = FAST_ENOUGH * max((c.mu for c in candidates), default=0.0)
+    ranked = sorted(candidates, key=lambda c: (c.mu < fast, c.rho if c.mu >= fast else -c.mu, c.price, c.key))
+    return _one_each(ranked)[:slots]
 
 
 def _one_each(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import shutil
 import tempfile
@@ -77,6 +78,14 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(request.getfixturevalue("postgres")(template))
     shutil.copy(request.getfixturevalue("sqlite_template"), tmp_path / "test.db")
     return f"sqlite+aiosqlite:///{tmp_path / 'test.db'}"
+
+
+@pytest.fixture(autouse=True)
+def no_part_of_a_round_failed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A round goes on when a part of it fails; here that is a defect, however well it ends."""
+    yield
+    failed = [r for r in caplog.get_records("call") if r.name == "app.fleet.scheduler" and r.levelno >= logging.ERROR]
+    assert [r.getMessage() for r in failed] == []
 
 
 @pytest.fixture

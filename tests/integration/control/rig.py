@@ -331,12 +331,12 @@ class Learner:
         """It lives."""
         await self.tell("heartbeat", {"step": self.step, "state": state})
 
-    async def poll(self, after: int = 0) -> list[TrajectoryRef]:
+    async def poll(self, after: int = 0, wait_s: float = 0) -> list[TrajectoryRef]:
         """Accepted files."""
         token = self.world.svc.core.secrets.learner_token(self.job_id)
         answer = await self.world.http.get(
             f"/v1/jobs/{self.job_id}/learner/trajectories",
-            params={"after": after, "wait_s": 0},
+            params={"after": after, "wait_s": wait_s},
             headers={"Authorization": f"Bearer {token}", "Echo2-Epoch": str(self.epoch)},
         )
         assert answer.status_code == 200, answer.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -369,3 +370,52 @@ async def test_cancelled_while_renting_leaves_nothing_behind(
         await control.round(10)
     assert provider.live() == []
     assert (await control.job(job_id))["status"] == "cancelled"
+
+
+async def test_listing_that_lags_does_not_make_a_failed_release_look_done(
+    control: World, provider: FakeProvider
+) -> None:
+    provider.listing_lag_s = 15
+    provider.release_failures = 1
+    job_id = await control.create()
+    learner = await control.ready_learner(job_id)
+    await control.round()
+    await control.http.post(f"/v1/jobs/{job_id}/cancel")
+    await learner.done("finished")
+    await control.round(1)
+    assert provider.release_calls["1"] == 1
+    await control.round(1)
+    assert [x.state for x in await control.leases()] == ["releasing"]
+    for _ in range(4):
+        await control.round(10)
+    assert provider.live() == []
+    assert (await control.job(job_id))["status"] == "cancelled"
+
+
+async def test_decisions_at_the_same_time_fill_a_gap_once(control: World, provider: FakeProvider) -> None:
+    offered, provider.machines = provider.machines, []
+    job_id = await control.create()
+    await control.ready_learner(job_id, nodes=2)
+    await control.round()
+    provider.machines = offered
+    control.clock.advance(10)
+    await control.get("/v1/offers", job_id=job_id)
+    await asyncio.gather(*(control.svc.controller.decide(job_id, "a price") for _ in range(4)))
+    await control.svc.controller.leases.drain_tasks()
+    assert provider.creates.total() == 2
+
+
+async def test_billing_of_a_machine_that_joined_early_is_looked_up_at_the_next_round(
+    open_world: OpenWorld, provider: FakeProvider
+) -> None:
+    async with open_world(reconcile_seconds=3600) as control:
+        job_id = await control.create()
+        await control.ready_learner(job_id)
+        await control.round()
+        node = await control.join(provider.live()[0])
+        await control.rounds(1, 10, node)
+        (lease,) = await control.leases()
+        assert (lease.state, lease.gpu_since) == ("active", provider.rented["1"].runs_at)
+        seen = provider.listings
+        await control.rounds(2, 10, node)
+        assert provider.listings == seen

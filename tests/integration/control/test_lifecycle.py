@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.control.fake_provider import FakeProvider
-from tests.integration.control.rig import World
+from tests.integration.control.rig import Learner, World
 
 
 async def test_pause_gives_every_machine_back_and_resume_rents_anew(control: World, provider: FakeProvider) -> None:
@@ -115,3 +115,68 @@ async def test_jobs_have_their_own_machines_and_money(control: World, provider: 
     assert float(whole["spent_usd"]) == pytest.approx(sum(float(c["spent_usd"]) for c in costs))
     assert [len((await control.get(f"/v1/jobs/{j}/fleet"))["nodes"]) for j in (one, two)] == [1, 1]
     assert len((await control.get("/v1/fleet"))["nodes"]) == 2
+
+
+async def test_learner_that_never_gets_ready_fails_the_job(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    await control.round()
+    learner = Learner(control, job_id)
+    await learner.start()
+    await control.rounds(31, 60)
+    assert learner.command == "run"
+    job = await control.job(job_id)
+    assert job["status"] in ("draining", "failed")
+    assert "not ready within" in job["status_reason"]
+    control.supervisor.running.clear()
+    await control.rounds(2, 60)
+    assert (await control.job(job_id))["status"] == "failed"
+    assert provider.creates.total() == 0
+
+
+async def test_budget_lowered_below_what_is_spent_ends_the_job(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    await control.rounds(3, 60, node, learner)
+    assert (await control.http.patch(f"/v1/jobs/{job_id}", json={"budget_usd": "0.001"})).status_code == 200
+    await control.rounds(1, 1, node, learner)
+    await learner.beat()
+    assert learner.command == "finish"
+    await learner.done("finished")
+    await node.leave()
+    await control.rounds(2, 5)
+    assert (await control.job(job_id))["status"] == "budget_exhausted"
+    assert provider.live() == []
+
+
+async def test_learner_that_dies_is_started_again_and_the_machines_stay(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner, (node,) = await control.running(job_id)
+    await learner.train(await node.produce(2))
+    control.supervisor.running.clear()
+    await control.rounds(3, 10, node)
+    assert control.supervisor.started == [job_id, job_id]
+    assert "learner_restarted" in await control.kinds(job_id)
+    heir = Learner(control, job_id)
+    await heir.start()
+    await heir.ready(resume_step=1)
+    await heir.train(await node.produce(2))
+    assert (await control.job(job_id))["step"] == 2
+    assert provider.creates.total() == 1
+
+
+async def test_learner_that_dies_while_it_saves_is_started_once_more(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create(stop={"steps": 1})
+    learner, (node,) = await control.running(job_id)
+    await learner.train(await node.produce(2))
+    await learner.beat("finishing")
+    await control.rounds(1, 1, node)
+    control.supervisor.running.clear()
+    await control.rounds(4, 10)
+    assert control.supervisor.started == [job_id, job_id]
+    heir = Learner(control, job_id)
+    await heir.start()
+    await heir.ready(resume_step=1)
+    await heir.done()
+    await control.rounds(2, 10)
+    assert (await control.job(job_id))["status"] == "succeeded"
+    assert provider.live() == []

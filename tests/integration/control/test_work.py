@@ -154,6 +154,24 @@ async def test_no_more_is_handed_out_than_can_be_trained_on_in_time(control: Wor
     assert [i.ordinal for i in await control.items(job_id)] == list(range(8))
 
 
+async def test_waiting_for_work_and_for_rollouts_ends_with_the_news(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner, (node,) = await control.running(job_id)
+    made = await node.produce(2)
+    first = max(ref.seq for ref in await learner.poll())
+    polled = asyncio.create_task(learner.poll(after=first, wait_s=30))
+    asked = asyncio.create_task(node.post("work", {"max_items": 1, "policy_version": 1, "wait_s": 30}))
+    await asyncio.sleep(0.05)
+    assert not polled.done()
+    assert not asked.done()
+    await learner.train(made)
+    await learner.publish(1)
+    answer = (await asyncio.wait_for(asked, 10)).json()
+    assert len(answer["items"]) == 1
+    later = await node.produce(1)
+    assert [ref.work_items for ref in await asyncio.wait_for(polled, 10)] == [later]
+
+
 async def test_prompts_come_in_the_seeded_order_once_an_epoch(control: World) -> None:
     first, second = await control.create(seed=5), await control.create(seed=5)
     orders = []
@@ -322,19 +340,38 @@ async def test_nodes_form_chains_and_move_up_when_their_upstream_leaves(control:
 
 async def test_peer_that_lies_twice_is_given_up(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
-    _, (one, two) = await control.running(job_id, nodes=2)
+    _, nodes = await control.running(job_id, nodes=3)
+    for node in nodes:
+        await node.beat()
+    child = next(n for n in nodes if n.directives["upstreams"][0]["kind"] == "peer")
+    liar = next(n for n in nodes if n.id == child.directives["upstreams"][0]["node_id"])
+    report = {"kind": "upstream_lied", "version": 0, "detail": "chunk 3"}
+    # A node can't accuse one that it does not pull from.
+    for _ in range(3):
+        await liar.post("reports", {**report, "subject": child.id})
+    assert (await control.node_row(child.id)).state == "active"
     for _ in range(2):
-        report = {"kind": "upstream_lied", "subject": one.id, "version": 0, "detail": "chunk 3"}
-        assert (await two.post("reports", report)).status_code == 204
-    await one.beat()
-    assert one.directives["shutdown"]
+        assert (await child.post("reports", {**report, "subject": liar.id})).status_code == 204
+    await liar.beat()
+    assert liar.directives["shutdown"]
+    await child.beat()
+    assert liar.id not in [u["node_id"] for u in child.directives["upstreams"]]
     await control.round(1)
-    await two.beat()
-    assert one.id not in [u["node_id"] for u in two.directives["upstreams"]]
-    assert (await control.node_row(two.id)).state == "active"
-    assert len(provider.live()) == 2
-    gone = (await control.node_row(one.id)).lease_id
-    assert {x.id: x.state for x in await control.leases()}[gone] in ("releasing", "released")
+    row = await control.node_row(liar.id)
+    assert row.state == "lost"
+    assert {x.id: x.state for x in await control.leases()}[row.lease_id] in ("releasing", "released")
+    assert len(provider.live()) == 3
+
+
+async def test_item_that_a_node_cannot_score_goes_to_another(control: World) -> None:
+    job_id = await control.create()
+    _, (one, two) = await control.running(job_id, nodes=2)
+    (item,), _ = await one.work(1)
+    (other,), _ = await two.work(1)
+    for subject in (item.id, other.id, "job_x-1"):
+        assert (await one.post("reports", {"kind": "task_error", "subject": subject})).status_code == 204
+    assert [i.status for i in await control.items(job_id)] == ["pending", "leased"]
+    assert [i.id for i in (await two.work(1))[0]] == [item.id]
 
 
 async def test_snapshot_urls_are_given_once_the_version_is_stored(control: World) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.cover import Candidate, cheapest_cover, prefix
+from app.fleet.cover import FAST_ENOUGH, Candidate, cheapest_cover, prefix
 
 
 def cost(chosen: list[Candidate]) -> int:
