@@ -101,7 +101,7 @@ class Stage:
             "ECHO2_WIND_DOWN_SECONDS": "20",
             "ECHO2_SETTLE_SECONDS": "10",
             # One chain: as much uplink as one machine can take.
-            "ECHO2_LEARNER_UPLINK_MBPS": "500",
+            "ECHO2_LEARNER_UPLINK_MBPS": "100",
         }
 
 

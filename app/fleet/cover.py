@@ -75,9 +75,9 @@ def _scarce(candidates: Sequence[Candidate], slots: int) -> list[Candidate]:
 
     The plain fastest would pay any price for the last percent.
     """
-    fast = FAST_ENOUGH * max((c.mu for c in candidates), default=0.0)
-    ranked = sorted(candidates, key=lambda c: (c.mu < fast, c.rho if c.mu >= fast else -c.mu, c.price, c.key))
-    return _one_each(ranked)[:slots]
+    machines = _one_each(sorted(candidates, key=lambda c: (-c.mu, c.price, c.key)))
+    fast = FAST_ENOUGH * max((c.mu for c in machines), default=0.0)
+    return sorted(machines, key=lambda c: (c.mu < fast, c.rho if c.mu >= fast else -c.mu, c.price, c.key))[:slots]
 
 
 def _one_each(candidates: Sequence[Candidate]) -> list[Candidate]:
