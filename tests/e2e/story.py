@@ -66,10 +66,9 @@ def _kill_learner_and_node(stage: Stage, story: Story) -> None:
     story.victim = stage.nodes(story.job_id)[0]
     pid = stage.pid(story.job_id, story.victim)
     story.step_at_kill = stage.job(story.job_id)["step"]
+    story.victims_work = wait(lambda: _stopped_at_work(stage, story, pid), "the node is stopped while it holds work")
     learner.kill()
     os.killpg(pid, signal.SIGKILL)
-    held = "SELECT id FROM work_items WHERE node_id = ? AND status = 'leased'"
-    story.victims_work = {row["id"] for row in stage.rows(held, story.victim["id"])}
     wait(lambda: len(stage.events(story.job_id, "learner_ready")) == 2, "the learner is ready again")
     words = stage.events(story.job_id, "learner_ready")[1]["message"]
     story.resumed_step = int(words.removeprefix("learner ready at step ").partition(":")[0])
@@ -77,6 +76,19 @@ def _kill_learner_and_node(stage: Stage, story: Story) -> None:
     assert story.victim["id"] not in {n["id"] for n in nodes}
     again = wait(lambda: stage.learner(story.job_id), "the learner's process is there")
     story.learner_pids.append(again.pid)
+
+
+def _stopped_at_work(stage: Stage, story: Story, pid: int) -> set[str]:
+    """Stop the node's process; what it holds once all that it had sent has arrived. Nothing: it goes on."""
+    os.killpg(pid, signal.SIGSTOP)
+    for _ in range(10):
+        # Each answer comes after what the node had sent before.
+        stage.job(story.job_id)
+    held = "SELECT id FROM work_items WHERE node_id = ? AND status = 'leased'"
+    items = {str(row["id"]) for row in stage.rows(held, story.victim["id"])}
+    if not items:
+        os.killpg(pid, signal.SIGCONT)
+    return items
 
 
 def _leases(stage: Stage, job_id: str) -> dict[str, str | None]:
