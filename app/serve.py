@@ -7,11 +7,14 @@ and one that is started again uses the marketplace that it finds.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from urllib.parse import urlsplit
 
 import httpx
@@ -67,8 +70,6 @@ def embedded_marketplace(settings: Settings) -> Iterator[None]:
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    import os
-
     own = {k: v for k, v in os.environ.items() if not k.startswith("ECHO2_")}
     return {
         **own,
@@ -88,8 +89,14 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
 
 
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
 def serve(settings: Settings, announce: Callable[[str], None]) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT, then stop in order: the service first, the marketplace after it."""
+    # uvicorn raises the signal again when it has shut down; without a handler that would end us at once.
+    signal.signal(signal.SIGTERM, _exit)
     with embedded_marketplace(settings):
         app = create_app(settings, announce=announce)
         uvicorn.run(

@@ -34,7 +34,8 @@ def job_panel(job: dict[str, Any]) -> Panel:
         ("step", f"{job['step']} of {steps or '∞'}   published v{job['published_version']}"),
         (
             "reward",
-            f"train {_num(reward['train'])}   held-out {_num(reward['eval'])} (began at {_num(reward['eval_initial'])})",
+            f"train {_num(reward['train'])}   held-out {_num(reward['eval'])} "
+            f"(began at {_num(reward['eval_initial'])})",
         ),
         (
             "learner",

@@ -233,11 +233,12 @@ class Learning:
         """Held-out reward of a version."""
         async with self.core.db.write() as session:
             job = await self._current(session, job_id, epoch)
-            session.add(
-                Evaluation(
-                    job_id=job_id, step=report.step, reward=report.reward, prompts=report.prompts, at=self.core.clock()
-                )
-            )
+            known = select(Evaluation).where(Evaluation.job_id == job_id, Evaluation.step == report.step)
+            row = (await session.scalars(known)).first()
+            if row is None:
+                row = Evaluation(job_id=job_id, step=report.step)
+                session.add(row)
+            row.reward, row.prompts, row.at = report.reward, report.prompts, self.core.clock()
             job.reward_eval = report.reward
             if report.initial:
                 job.reward_eval_initial = report.reward

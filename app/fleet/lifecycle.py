@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 1800.0
 FINISH_TIMEOUT_S = 600.0
-NO_STEP_TIMEOUT_S = 3600.0
 
 
 class Lifecycle:
@@ -150,7 +149,9 @@ class Lifecycle:
             if lease.ended_at is not None:
                 money.close(session, lease, lease.ended_at, self.core.metrics)
         outcome = JobStatus(job.outcome or (JobStatus.SUCCEEDED if job.learner_done else JobStatus.FAILED))
-        reason = job.status_reason if job.learner_done else f"{job.status_reason}; the learner did not finish"
+        # A job that fails for another reason tells its learner to drop everything.
+        told = job.learner_done or outcome is JobStatus.FAILED
+        reason = job.status_reason if told else f"{job.status_reason}; the learner did not finish"
         self.move(session, job, outcome, reason)
         return False
 

@@ -39,6 +39,8 @@ LIVE = (NodeState.JOINING, NodeState.WARMING, NodeState.ACTIVE, NodeState.DRAINI
 DRAIN_S = 20.0
 """A draining node is given this long to finish and leave."""
 LIES_TOLERATED = 2
+PRESIGN_MAX_S = 7 * 24 * 3600.0
+"""S3 signs no URL for longer."""
 
 
 class Nodes:
@@ -98,7 +100,7 @@ class Nodes:
         self, job: Job, lease: Lease, node: Node, node_token: str, directives: Directives
     ) -> JoinAnswer:
         spec = JobSpec.model_validate(job.spec)
-        expires = int(self.core.settings.lease_hours * 3600)
+        expires = int(min(self.core.settings.lease_hours * 3600, PRESIGN_MAX_S))
         assets = [
             AssetRef(**asset, url=self.core.objects.presign_get(f"jobs/{job.id}/model/{asset['path']}", expires))
             for asset in job.assets

@@ -18,15 +18,17 @@ from app.fleet.controller import Controller
 from app.fleet.core import Core
 from app.fleet.leases import Leases
 from app.fleet.reconcile import Reconciler
+from app.fleet.stored import StoredSnapshots
 from app.protocol.errors import EchoError
 from app.protocol.job import FINAL_STATUSES
-from app.storage.models import IdempotencyRecord, Job, Lease, LeaseState, Node, WebhookId
+from app.storage.models import IdempotencyRecord, Job, Lease, LeaseState, Node, SpotPrice, WebhookId
 from providers.base import ProviderError
 
 log = logging.getLogger(__name__)
 
 UNSETTLED = (LeaseState.INTENT, LeaseState.UNKNOWN, LeaseState.BOOTING, LeaseState.RELEASING)
 KEEP_IDS_S = 24 * 3600.0
+KEEP_PRICES_S = 7 * 24 * 3600.0
 
 
 class Loop:
@@ -37,6 +39,7 @@ class Loop:
         self.controller = controller
         self.leases = leases
         self.reconciler = reconciler
+        self.snapshots = StoredSnapshots(core)
         self.last_round_at = 0.0
         self._reconciled_at: dict[str, float] = {}
         self._one = asyncio.Lock()
@@ -140,8 +143,10 @@ class Loop:
                 metrics.nodes.labels(state).set(count)
 
     async def _collect_garbage(self) -> None:
-        """Forget webhook ids and idempotent answers after a day."""
-        before = self.core.clock() - KEEP_IDS_S
+        """Forget webhook ids, idempotent answers and spot prices in time; remove snapshots that nobody needs."""
+        now = self.core.clock()
         async with self.core.db.write() as session:
-            await session.execute(delete(WebhookId).where(WebhookId.received_at < before))
-            await session.execute(delete(IdempotencyRecord).where(IdempotencyRecord.created_at < before))
+            await session.execute(delete(WebhookId).where(WebhookId.received_at < now - KEEP_IDS_S))
+            await session.execute(delete(IdempotencyRecord).where(IdempotencyRecord.created_at < now - KEEP_IDS_S))
+            await session.execute(delete(SpotPrice).where(SpotPrice.received_at < now - KEEP_PRICES_S))
+        await self._guarded("removal of old snapshots", self.snapshots.collect())

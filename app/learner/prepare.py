@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.learner.checkpoints import MARKER
 from app.learner.config import LearnerSettings
 from app.learner.evaluate import Evaluator
 from app.learner.model import LoadedModel, assets, check_lengths, load, resolve
@@ -63,5 +64,10 @@ def put_final(objects: ObjectStore, prefix: str, loaded: LoadedModel, folder: Pa
     shutil.rmtree(folder, ignore_errors=True)
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
-    for path in sorted(folder.iterdir()):
+    put_folder(objects, prefix, folder)
+
+
+def put_folder(objects: ObjectStore, prefix: str, folder: Path) -> None:
+    """Put the files of a folder under `prefix`; a commit marker, if there is one, comes last."""
+    for path in sorted(folder.iterdir(), key=lambda p: (p.name == MARKER, p.name)):
         objects.put_file(prefix + path.name, path)

@@ -24,7 +24,7 @@ from app.learner.inbox import GroupReader, Inbox, counted
 from app.learner.loop import Ending, Loop, Position
 from app.learner.model import unique_weights
 from app.learner.outbox import Directives, Outbox
-from app.learner.prepare import Parts, prepare, put_assets, put_final
+from app.learner.prepare import Parts, prepare, put_assets, put_final, put_folder
 from app.learner.publisher import Publisher, Save
 from app.learner.sink import RelaySink
 from app.learner.trainer import GRPOTrainer, TrainerState
@@ -238,7 +238,8 @@ class Session:
         loop.evaluate(final=True)
         self._status.set("finishing", parts.trainer.steps)
         publisher.flush(_FLUSH_S)
-        save(self._checkpoints, loop.checkpoint())
+        saved = save(self._checkpoints, loop.checkpoint())
+        put_folder(self._objects, f"jobs/{self._answer.job_id}/checkpoints/{parts.trainer.steps}/", saved)
         prefix = f"jobs/{self._answer.job_id}/final/"
         put_final(self._objects, prefix, parts.loaded, self._settings.work_dir / "final")
         self._outbox.flush(_FLUSH_S)

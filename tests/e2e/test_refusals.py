@@ -19,6 +19,7 @@ def test_jobs_that_can_not_be_end_with_a_reason_and_rent_nothing(stage: Stage) -
     job = stage.ended(poor)
     assert job["status"] == "failed"
     assert job["status_reason"].startswith("the budget can't pay a node: $0.000100 is left, and ")
+    assert job["status_reason"].endswith(" to start, work and be given back")
     assert job["cost"]["spent_usd"] == "0.000000"
     job = stage.ended(unknown)
     assert job["status"] == "failed"
