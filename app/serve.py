@@ -1,7 +1,7 @@
 """Runs the control service, with the embedded marketplace beside it where the settings want one.
 
 Invariant: the marketplace is a process of its own: a control service that is killed does not take the machines with it,
-and one that is started again uses the marketplace that it finds.
+and one that is started again uses the marketplace that it finds, and ends it in its turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,9 +26,13 @@ from app.main import create_app, marketplace_key, state_folder
 from app.protocol.errors import Unavailable
 from app.settings import Settings
 
+if TYPE_CHECKING:
+    import psutil
+
 log = logging.getLogger("echo2")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 START_TIMEOUT_S = 30.0
+PID_FILE = "marketplace.pid"
 
 
 def _answers(url: str) -> bool:
@@ -38,35 +44,64 @@ def _answers(url: str) -> bool:
 
 @contextmanager
 def embedded_marketplace(settings: Settings) -> Iterator[None]:
-    """The local marketplace for as long as the block runs, unless one answers already or it is somewhere else."""
+    """The local marketplace for as long as the block runs, unless somebody else's answers or it is somewhere else."""
     parts = urlsplit(settings.marketplace_url)
-    if "marketplace" not in settings.providers or parts.hostname not in LOOPBACK or _answers(settings.marketplace_url):
+    if "marketplace" not in settings.providers or parts.hostname not in LOOPBACK:
         yield
         return
-    command = [sys.executable, "-m", "app.cli", "marketplace", "--port", str(parts.port or 80)]
+    folder, port = state_folder(settings), parts.port or 80
+    found = _answers(settings.marketplace_url)
+    process = _left_behind(folder, port) if found else _start(settings, folder, port)
+    try:
+        if process is not None and not found:
+            _wait(settings.marketplace_url, process)
+        yield
+    finally:
+        if process is not None:
+            _end(process)
+
+
+def _start(settings: Settings, folder: Path, port: int) -> psutil.Process:
+    import psutil
+
+    command = [sys.executable, "-m", "app.cli", "marketplace", "--port", str(port)]
     if settings.marketplace_control:
         command.append("--control")
-    folder = state_folder(settings)
     with (folder / "marketplace.log").open("ab") as output:
-        process = subprocess.Popen(
+        process = psutil.Popen(
             command,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=_environment(settings),
             start_new_session=True,
         )
-    if process.stdin is not None:
-        process.stdin.close()
+    (folder / PID_FILE).write_text(f"{process.pid}\n")
+    return process
+
+
+def _left_behind(folder: Path, port: int) -> psutil.Process | None:
+    """The marketplace that an earlier process of this service started and, killed, could not end."""
+    import psutil
+
     try:
-        _wait(settings.marketplace_url, process)
-        yield
-    finally:
+        process = psutil.Process(int((folder / PID_FILE).read_text()))
+        arguments = process.cmdline()
+    except (OSError, ValueError, psutil.Error):
+        return None
+    return process if arguments[1:6] == ["-m", "app.cli", "marketplace", "--port", str(port)] else None
+
+
+def _end(process: psutil.Process) -> None:
+    import psutil
+
+    try:
         process.terminate()
-        try:
-            process.wait(15.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.wait(15.0)
+    except psutil.NoSuchProcess:
+        log.warning("the local marketplace has ended before; see marketplace.log")
+    except psutil.TimeoutExpired:
+        process.kill()
 
 
 def _environment(settings: Settings) -> dict[str, str]:
@@ -79,11 +114,11 @@ def _environment(settings: Settings) -> dict[str, str]:
     }
 
 
-def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+def _wait(url: str, process: psutil.Process) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while not _answers(url):
-        if process.poll() is not None:
-            raise Unavailable(f"the local marketplace ended with status {process.returncode}; see marketplace.log")
+        if not process.is_running() or process.status() == "zombie":
+            raise Unavailable("the local marketplace ended as soon as it began; see marketplace.log")
         if time.monotonic() > deadline:
             raise Unavailable(f"the local marketplace did not answer at {url} within {START_TIMEOUT_S:.0f} s")
         time.sleep(0.1)

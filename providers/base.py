@@ -52,6 +52,8 @@ class Caps:
     idempotency_key: bool = False
     notice_s: float = 0.0
     list_page: int = 25
+    prepaid: bool = True
+    """False where the account is billed afterwards: there is no credit, and `balance` raises CapabilityError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +346,7 @@ class Provider(Protocol):
         ...
 
     async def balance(self) -> Balance:
-        """Credit left. Also serves as the check of the key."""
+        """Credit left. Also serves as the check of the key. CapabilityError unless `caps.prepaid`."""
         ...
 
     async def charges(self, since: datetime) -> Sequence[Charge]:

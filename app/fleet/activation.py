@@ -160,3 +160,31 @@ def _replacement(old: Candidate, market: Sequence[Candidate], slots: int, share:
     cover = cheapest_cover(cheap, old.mu, slots)
     covers = sum(c.mu for c in cover) >= old.mu * (1 - ROUNDING)
     return cover if covers and sum(c.price for c in cover) <= limit else []
+
+
+class Patience:
+    """Lets a decision through once it has been the same kind for `wait_s` seconds; an urgent one at once.
+
+    What the pool delivers flickers. A shortage or a surplus that is gone a moment later was none.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[str, float]] = {}
+
+    def allows(self, job: str, decision: Decision, now: float, wait_s: float, *, urgent: bool) -> bool:
+        """Whether to act on `decision` of a job now."""
+        kind = kind_of(decision)
+        before, since = self._since.get(job, ("", now))
+        if kind != before:
+            since = now
+        self._since[job] = (kind, since)
+        return urgent or now - since >= wait_s
+
+
+def kind_of(decision: Decision) -> str:
+    """`none`, `rent`, `swap` or `release`."""
+    if decision.retire or (decision.rent and decision.release):
+        return "swap"
+    if decision.rent or decision.rebid:
+        return "rent"
+    return "release" if decision.release else "none"

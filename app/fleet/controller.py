@@ -30,6 +30,10 @@ from providers.base import Billing, ProviderError
 log = logging.getLogger(__name__)
 
 STARTUP_S = 60.0
+SETTLE_S = 20.0
+"""A node's own measurement counts fully once it has worked this long."""
+URGENT = 0.7
+"""A pool below this share of its target is filled at once."""
 LEAVING = (NodeState.DRAINING, NodeState.LOST, NodeState.GONE)
 LOOPING = (JobStatus.PROVISIONING, JobStatus.RUNNING)
 
@@ -72,6 +76,7 @@ class Controller:
         self.lifecycle = lifecycle
         self._deciding = asyncio.Lock()
         """From looking to the committed intents: two decisions at once would both fill the same gap."""
+        self._patience = activation.Patience()
         self._short: dict[str, str] = {}
         """Job → what it was last told about being short of capacity, so that it is told once."""
 
@@ -181,6 +186,16 @@ class Controller:
         decision = activation.decide(running, market, need.mu_target, slots, policy)
         if why != "tick":
             self._tell_rerank(session, seen, ranked, decision, why)
+        planned = sum(r.candidate.mu for r in running)
+        urgent = (
+            why != "tick"
+            or planned < URGENT * need.mu_target
+            or len(running) > slots
+            or any(r.endangered for r in running)
+        )
+        wait_s = self.core.settings.min_lease_seconds / 4
+        if not self._patience.allows(job.id, decision, now, wait_s, urgent=urgent):
+            decision = activation.Decision()
         for key, reason in decision.release:
             await self.nodes.retire(session, await session.get_one(Lease, key), reason)
         for key in decision.rebid:
@@ -196,13 +211,11 @@ class Controller:
         """A lease as the decision sees it: measured throughput where there is one, the price of keeping it."""
         node = seen.nodes.get(lease.id)
         active = node is not None and node.state == NodeState.ACTIVE
-        measured = node.mu_measured if node is not None and active else None
-        if measured:
-            mu = pricing.effective_throughput(measured, lease.reliability, seen.spec.fleet.interruptible)
-        else:
-            base = estimates.prior(lease.gpu_name, lease.num_gpus, view.load)
-            guess = estimates.estimate(base, lease.gpu_name, view.measured).mu
-            mu = pricing.effective_throughput(guess, lease.reliability, seen.spec.fleet.interruptible)
+        base = estimates.prior(lease.gpu_name, lease.num_gpus, view.load)
+        raw = estimates.estimate(base, lease.gpu_name, view.measured).mu
+        if node is not None and active and node.mu_measured:
+            raw = estimates.settle(node.mu_measured, raw, now - node.state_since, SETTLE_S)
+        mu = pricing.effective_throughput(raw, lease.reliability, seen.spec.fleet.interruptible)
         endangered = lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h
         price = lease.effective_micros_h
         if endangered:

@@ -99,6 +99,16 @@ def estimate(base: Estimate, gpu_name: str, measured: Iterable[Measurement]) -> 
     return Estimate(base.mu * correction, source)
 
 
+def settle(measured: float, guess: float, active_s: float, settle_s: float) -> float:
+    """A node's throughput: the estimate at first, what it measures once it has worked for `settle_s` seconds.
+
+    The first batches of a node are small and its machine is still busy with starting; believed at once, they would rent
+    a machine that is given back as soon as the node is warm.
+    """
+    share = min(1.0, max(0.0, active_s / settle_s)) if settle_s > 0 else 1.0
+    return share * measured + (1 - share) * guess
+
+
 def smooth(old: float | None, new: float, weight: float) -> float:
     """Exponential moving average; `weight` is the share of the new value."""
     return new if old is None else old + weight * (new - old)

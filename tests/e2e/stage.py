@@ -156,14 +156,18 @@ class Stage:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
 
+    def stop(self) -> None:
+        """End the control service in order."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(40)
+
     def close(self) -> None:
         """End everything that was started here, orphans too."""
         self.http.close()
         self.market.close()
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(20)
+        self.stop()
         left = self.processes()
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -312,10 +316,12 @@ class Stage:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Stage]:
-    """A stage for as long as the block runs."""
+    """A stage for as long as the block runs; an end in order leaves no marketplace behind, restarted or not."""
     stage = Stage(folder)
     try:
         stage.start()
         yield stage
+        stage.stop()
+        assert stage.processes("marketplace") == []
     finally:
         stage.close()

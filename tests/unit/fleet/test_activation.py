@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.activation import Candidate, Decision, Policy, Running, decide
+from app.fleet.activation import Candidate, Decision, Patience, Policy, Running, decide, kind_of
 
 POLICY = Policy()
 OLD = 100_000.0
@@ -296,3 +296,29 @@ def test_noise_of_measurements_does_not_churn() -> None:
     world.run(24 * 3600.0)
     assert world.born <= 4 + 1 + 24 / 2
     assert len(world.moves) <= 24 / 2
+
+
+def test_patience_waits_for_what_lasts() -> None:
+    patience = Patience()
+    rent, nothing = Decision(rent=[Candidate("o", "m", 1, 1.0)]), Decision()
+    assert not patience.allows("j", rent, 0.0, 5.0, urgent=False)
+    assert not patience.allows("j", nothing, 3.0, 5.0, urgent=False), "it was gone for a moment"
+    assert not patience.allows("j", rent, 4.0, 5.0, urgent=False)
+    assert not patience.allows("j", rent, 8.9, 5.0, urgent=False)
+    assert patience.allows("j", rent, 9.0, 5.0, urgent=False)
+    assert not patience.allows("other", rent, 9.0, 5.0, urgent=False), "each job has its own"
+    assert patience.allows("third", rent, 9.0, 5.0, urgent=True)
+
+
+@pytest.mark.parametrize(
+    ("decision", "kind"),
+    [
+        (Decision(), "none"),
+        (Decision(rent=[Candidate("o", "m", 1, 1.0)]), "rent"),
+        (Decision(rebid=["l"]), "rent"),
+        (Decision(release=[("l", "why")]), "release"),
+        (Decision(rent=[Candidate("o", "m", 1, 1.0)], retire=[("l", "why")]), "swap"),
+    ],
+)
+def test_kinds(decision: Decision, kind: str) -> None:
+    assert kind_of(decision) == kind

@@ -17,6 +17,7 @@ from app.fleet.estimates import (
     gpu_table,
     prior,
     roofline,
+    settle,
     smooth,
     weight,
 )
@@ -112,3 +113,9 @@ def test_broadcast_time_bounds(size: int, nodes: int, uplink: float, link: float
     assert found <= size * 8e-6 * max(1 / link, nodes / uplink) * (1 + 1e-9) or link > uplink, "no slower than a star"
     more = broadcast_time(size, nodes + 1, uplink, link, hop_s=0.05)
     assert more >= broadcast_time(size, nodes, uplink, link, hop_s=0.05) * (1 - 1e-9) - 0.05
+
+
+@pytest.mark.parametrize(("age", "expected"), [(0.0, 100.0), (5.0, 75.0), (10.0, 50.0), (20.0, 0.0), (99.0, 0.0)])
+def test_a_young_node_counts_as_estimated(age: float, expected: float) -> None:
+    assert settle(0.0, 100.0, age, 20.0) == pytest.approx(expected)
+    assert settle(100.0, 0.0, age, 20.0) == pytest.approx(100.0 - expected)
