@@ -1,0 +1,59 @@
+"""Who works, and the versions that they work under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, ForeignKey, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.storage.models.base import Base
+
+
+class Node(Base):
+    """The agent that lives on a lease: the record of work."""
+
+    __tablename__ = "nodes"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    lease_id: Mapped[str] = mapped_column(ForeignKey("leases.id"), unique=True)
+    token_hash: Mapped[str] = mapped_column(unique=True)
+    state: Mapped[str] = mapped_column(index=True)
+    state_since: Mapped[float]
+    reason: Mapped[str] = mapped_column(Text, default="")
+    engine: Mapped[str]
+    relay_url: Mapped[str | None]
+    joined_at: Mapped[float]
+    heartbeat_at: Mapped[float]
+    policy_version: Mapped[int | None]
+    chain: Mapped[int | None]
+    chain_position: Mapped[int | None]
+    upstreams: Mapped[list[Any]] = mapped_column(default=list)
+    upstream: Mapped[str] = mapped_column(default="")
+    """Where it says that it pulls from now."""
+    mu_measured: Mapped[float | None]
+    tokens_per_s: Mapped[float | None]
+    busy_share: Mapped[float | None]
+    rollouts_accepted: Mapped[int] = mapped_column(default=0)
+    files_refused: Mapped[int] = mapped_column(default=0)
+    bytes_down: Mapped[int] = mapped_column(default=0)
+    bytes_up: Mapped[int] = mapped_column(default=0)
+    bytes_from: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    bytes_relayed: Mapped[int] = mapped_column(default=0)
+    progress: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    errors: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    drain: Mapped[bool] = mapped_column(default=False)
+    lies: Mapped[int] = mapped_column(default=0)
+
+
+class SnapshotRow(Base):
+    """A published version and its broadcast."""
+
+    __tablename__ = "snapshots"
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    version: Mapped[int] = mapped_column(primary_key=True)
+    bytes: Mapped[int]
+    chunks: Mapped[int]
+    stored: Mapped[bool] = mapped_column(default=False)
+    published_at: Mapped[float]
+    completed_at: Mapped[float | None]

@@ -1,0 +1,108 @@
+"""One HTTP exchange with RunPod.
+
+Invariant: one call sends at most one request; there is no retry and no redirect here. What can't be read raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from providers.base import MalformedAnswer, ProviderError, RateLimited, Transient
+
+from .errors import classify, parse_object, redact
+
+TIMEOUT = httpx.Timeout(connect=10.0, read=60.0, write=30.0, pool=10.0)
+# Shorter than servers keep idle connections, so that a create is seldom sent into one that is just being closed.
+LIMITS = httpx.Limits(max_connections=8, max_keepalive_connections=4, keepalive_expiry=2.0)
+NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)
+"""Failures that come before the first byte of a request."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+SHORT_WAIT_S = 15.0
+"""After a 429 a call waits this long itself; for more it raises RateLimited without asking."""
+
+OnRequest = Callable[[str, str, str], None]
+
+
+class Http:
+    """Sends requests with the key, keeps away after a 429, and reports each outcome."""
+
+    def __init__(
+        self, name: str, base_url: str, api_key: str, transport: httpx.AsyncBaseTransport | None,
+        on_request: OnRequest | None, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._name = name
+        self._headers = {"Authorization": f"Bearer {api_key}", "Accept": "application/json"}
+        self._on_request = on_request
+        self._sleep = sleep
+        self._monotonic = monotonic
+        self._held: dict[str, float] = {}
+        self.client = httpx.AsyncClient(
+            base_url=base_url, timeout=TIMEOUT, limits=LIMITS, transport=transport, follow_redirects=False,
+            # A proxy of the environment must not see calls to this computer itself.
+            trust_env=urlsplit(base_url).hostname not in LOOPBACK,
+        )  # fmt: skip
+
+    def report(self, call: str, outcome: str) -> None:
+        """Tell the metrics hook."""
+        if self._on_request is not None:
+            self._on_request(self._name, call, outcome)
+
+    def headers(self, accept: str = "application/json") -> dict[str, str]:
+        """Headers of a request."""
+        return {**self._headers, "Accept": accept}
+
+    async def turn(self, call: str) -> None:
+        """Return when `call` may be sent. RateLimited when a 429 keeps it away for long."""
+        left = self._held.get(call, 0.0) - self._monotonic()
+        if left > SHORT_WAIT_S:
+            raise RateLimited(f"{call}: RunPod said to wait", wait_s=left, provider=self._name)
+        if left > 0:
+            await self._sleep(left)
+
+    async def send(
+        self, call: str, method: str, path: str, *,
+        body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None,
+    ) -> httpx.Response:  # fmt: skip
+        """One request; raises httpx.TransportError."""
+        await self.turn(call)
+        return await self.client.request(method, path, json=body, params=params, headers=self.headers())
+
+    def error(self, call: str, response: httpx.Response) -> ProviderError:
+        """The typed error of a refusal; a 429 holds the next call of its kind back."""
+        headers = {key.lower(): value for key, value in response.headers.items()}
+        found = classify(call, response.status_code, headers, response.text, self._name)
+        if isinstance(found, RateLimited):
+            self._held[call] = self._monotonic() + found.wait_s
+        return found
+
+    async def exchange(
+        self, call: str, method: str, path: str, *, params: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """One exchange without a body that must succeed."""
+        try:
+            response = await self.send(call, method, path, params=params)
+            if not response.is_success:
+                raise self.error(call, response)
+        except httpx.HTTPError as error:
+            self.report(call, Transient.code)
+            raise Transient(f"{call}: {type(error).__name__} {error}", provider=self._name) from error
+        except ProviderError as error:
+            self.report(call, error.code)
+            raise
+        self.report(call, "ok")
+        return response
+
+    async def json(self, call: str, path: str, *, params: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """A GET whose answer must be a JSON object."""
+        response = await self.exchange(call, "GET", path, params=params)
+        answer = parse_object(response.text)
+        if answer is None:
+            raise MalformedAnswer(f"{call}: not a JSON object", provider=self._name, raw=redact(response.text))
+        return answer
