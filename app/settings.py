@@ -206,6 +206,9 @@ class Settings(BaseSettings):
     settle_seconds: Seconds = Field(
         90, description=f"time after which a create call whose outcome is unknown has left nothing behind, {_SECONDS}"
     )
+    first_nodes: int = Field(
+        3, ge=1, le=1000, description="machines that share a job's target until one of them was measured, 1…1000"
+    )
     min_lease_seconds: Seconds = Field(
         120, description=f"time before which no lease is given back for its price or for surplus, {_SECONDS}"
     )

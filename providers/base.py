@@ -54,6 +54,8 @@ class Caps:
     list_page: int = 25
     prepaid: bool = True
     """False where the account is billed afterwards: there is no credit, and `balance` raises CapabilityError."""
+    spot_billing: Billing = Billing.SPOT_BID
+    """How interruptible machines are paid here: what to search for where `spot` is True."""
 
 
 @dataclass(frozen=True, slots=True)

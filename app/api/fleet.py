@@ -11,10 +11,10 @@ from sqlalchemy import select
 from app.api.deps import CallerDep, Services, ServicesDep
 from app.api.paging import Limit
 from app.api.tables import table, text_response, wants_text
-from app.fleet.controller import job_view
 from app.fleet.estimates import Workload
 from app.fleet.market import JobView
 from app.fleet.pricing import Traffic
+from app.fleet.sight import job_view
 from app.protocol.job import FINAL_STATUSES, JobSpec, TaskSpec
 from app.storage.models import Job
 

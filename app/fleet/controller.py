@@ -9,57 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import activation, budget, capacity, estimates, money, pricing
+from app.fleet import activation, budget, capacity, estimates, money, pricing, sight
 from app.fleet.core import Core
 from app.fleet.leases import Choice, Leases
 from app.fleet.lifecycle import Lifecycle
-from app.fleet.market import JobView, Market, Priced, matches
+from app.fleet.market import Market, Priced, matches
 from app.fleet.nodes import Nodes
 from app.fleet.work import Work
 from app.protocol.base import usd
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
-from providers.base import Billing, ProviderError
+from providers.base import ProviderError
 
 log = logging.getLogger(__name__)
 
-STARTUP_S = 60.0
-SETTLE_S = 20.0
-"""A node's own measurement counts fully once it has worked this long."""
 URGENT = 0.7
 """A pool below this share of its target is filled at once."""
-LEAVING = (NodeState.DRAINING, NodeState.LOST, NodeState.GONE)
 LOOPING = (JobStatus.PROVISIONING, JobStatus.RUNNING)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a tick looks at."""
-
-    job: Job
-    spec: JobSpec
-    leases: Sequence[Lease]
-    nodes: dict[str, Node]
-    """By lease."""
-
-    @property
-    def usable(self) -> list[Lease]:
-        """Leases that work or will, those on their way out not counted."""
-        return [
-            x
-            for x in self.leases
-            if LeaseState(x.state).usable
-            and not x.release_wanted
-            and not (
-                x.id in self.nodes and self.nodes[x.id].state in (NodeState.DRAINING, NodeState.LOST, NodeState.GONE)
-            )
-        ]
 
 
 class Controller:
@@ -79,6 +51,8 @@ class Controller:
         self._patience = activation.Patience()
         self._short: dict[str, str] = {}
         """Job → what it was last told about being short of capacity, so that it is told once."""
+        self._bids: dict[str, int] = {}
+        """Lease → the bid that was sent and that no listing need show yet, so that it is sent once."""
 
     async def tick(self, job_id: str) -> None:
         """One round for one job."""
@@ -92,16 +66,16 @@ class Controller:
         )
         await self.decide(job_id, "tick")
 
-    async def observe(self, job_id: str) -> Seen:
+    async def observe(self, job_id: str) -> sight.Seen:
         """The job, its leases and their nodes."""
         async with self.core.db.read() as session:
             return await self._observe(session, job_id)
 
-    async def _observe(self, session: AsyncSession, job_id: str) -> Seen:
+    async def _observe(self, session: AsyncSession, job_id: str) -> sight.Seen:
         job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
         leases = list(await session.scalars(select(Lease).where(Lease.job_id == job_id)))
         nodes = {n.lease_id: n for n in await session.scalars(select(Node).where(Node.job_id == job_id))}
-        return Seen(job, JobSpec.model_validate(job.spec), leases, nodes)
+        return sight.Seen(job, JobSpec.model_validate(job.spec), leases, nodes)
 
     async def decide(self, job_id: str, why: str) -> None:
         """Estimate, decide, write down, act."""
@@ -115,7 +89,7 @@ class Controller:
                 return
             await self.nodes.expire(session, seen.job)
             await self.work.expire(session, seen.job)
-            view = job_view(seen)
+            view = sight.job_view(seen)
             ranked = await self.market.ranked(session, view)
             await self._retire_replaced(session, seen)
             need = self._capacity(session, seen)
@@ -126,7 +100,7 @@ class Controller:
             await self.leases.rent(job_id, choices, retire)
         self.core.announce(job_id)
 
-    def _capacity(self, session: AsyncSession, seen: Seen) -> capacity.Capacity:
+    def _capacity(self, session: AsyncSession, seen: sight.Seen) -> capacity.Capacity:
         """Eq. 2 with what is measured, and what the pool delivers; kept for the API."""
         job, spec = seen.job, seen.spec
         t_bcast = job.t_bcast if job.t_bcast is not None else self._broadcast_prior(seen)
@@ -159,7 +133,7 @@ class Controller:
             )
         return need
 
-    def _broadcast_prior(self, seen: Seen) -> float:
+    def _broadcast_prior(self, seen: sight.Seen) -> float:
         """T_bcast before one was measured."""
         links = [min(x.up_mbps, x.down_mbps) for x in seen.usable if x.up_mbps and x.down_mbps]
         size = seen.job.snapshot_bytes or 0
@@ -167,14 +141,15 @@ class Controller:
         return estimates.broadcast_time(size, max(1, len(links)), uplink, min(links, default=min(uplink, 100.0)))
 
     async def _act(
-        self, session: AsyncSession, seen: Seen, ranked: Sequence[Priced], need: capacity.Capacity, why: str
+        self, session: AsyncSession, seen: sight.Seen, ranked: Sequence[Priced], need: capacity.Capacity, why: str
     ) -> tuple[list[Choice], list[str]]:
         """Turn the pure decision into intents, drains and bids. Returns what to rent and what that retires."""
         now, job = self.core.clock(), seen.job
-        view = job_view(seen)
-        running = [self._running(x, seen, view, now) for x in seen.usable if not x.retire_after]
+        view = sight.job_view(seen)
+        most = sight.trust(view, need.mu_target, self.core.settings.first_nodes)
+        running = [sight.running(x, seen, view, now, most) for x in seen.usable if not x.retire_after]
         offers = {p.offer.offer_id: p for p in ranked if not p.excluded}
-        market = [activation.Candidate(k, p.offer.machine_id, p.price.total, p.mu) for k, p in offers.items()]
+        market = [sight.candidate(p, most) for p in offers.values()]
         slots = job.max_nodes - (len(seen.usable) - len(running))
         policy = activation.Policy(
             # γ is the reserve above what is needed: only when it is used up is there something to do.
@@ -207,38 +182,26 @@ class Controller:
         # What is retired leaves once its replacement works; if that was not affordable, it stays.
         return choices, [key for key, _ in decision.retire] if choices else []
 
-    def _running(self, lease: Lease, seen: Seen, view: JobView, now: float) -> activation.Running:
-        """A lease as the decision sees it: measured throughput where there is one, the price of keeping it."""
-        node = seen.nodes.get(lease.id)
-        active = node is not None and node.state == NodeState.ACTIVE
-        base = estimates.prior(lease.gpu_name, lease.num_gpus, view.load)
-        raw = estimates.estimate(base, lease.gpu_name, view.measured).mu
-        if node is not None and active and node.mu_measured:
-            raw = estimates.settle(node.mu_measured, raw, now - node.state_since, SETTLE_S)
-        mu = pricing.effective_throughput(raw, lease.reliability, seen.spec.fleet.interruptible)
-        endangered = lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h
-        price = lease.effective_micros_h
-        if endangered:
-            price += pricing.bid_for(lease.market_micros_h, None) - lease.rate_micros_h
-        candidate = activation.Candidate(lease.id, lease.machine_id, price, mu)
-        return activation.Running(candidate, active, now - lease.created_at, endangered)
-
     def _rebid(self, session: AsyncSession, lease: Lease) -> None:
         """Raise the bid of a machine that is worth it; the new rate counts from the provider's own listing."""
         bid = pricing.bid_for(lease.market_micros_h, None)
+        if self._bids.get(lease.id) == bid:
+            return
+        self._bids[lease.id] = bid
         self.core.emit(
             session, lease.job_id, "bid_raised", f"{lease.gpu_name}: bid raised to ${usd(bid)}/h", lease=lease.id
         )
-        self.leases.spawn(self._send_bid(lease.provider, lease.instance_id or "", bid))
+        self.leases.spawn(self._send_bid(lease.id, lease.provider, lease.instance_id or "", bid))
 
-    async def _send_bid(self, provider: str, instance_id: str, bid: int) -> None:
+    async def _send_bid(self, lease_id: str, provider: str, instance_id: str, bid: int) -> None:
         try:
             await self.core.providers[provider].set_bid(instance_id, bid)
         except ProviderError as error:
-            # The machine will be outbid and replaced: the loop goes on without this bid.
+            # The next round sends it again; a machine that is outbid meanwhile is replaced.
+            self._bids.pop(lease_id, None)
             log.warning("bid for %s was not raised: %s", instance_id, error)
 
-    def _affordable(self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced]) -> list[Choice]:
+    def _affordable(self, session: AsyncSession, seen: sight.Seen, wanted: Sequence[Priced]) -> list[Choice]:
         """Of the wanted offers those that the budget's promise allows, one after the other."""
         settings, now = self.core.settings, self.core.clock()
         exposure = money.exposure(seen.job, seen.leases, now, settings.wind_down_seconds)
@@ -256,7 +219,7 @@ class Controller:
             choices.append(Choice(p.offer, p.rate_micros_h, p.price.total, p.mu))
         return choices
 
-    def _cannot_pay(self, session: AsyncSession, seen: Seen, cheapest: Priced) -> None:
+    def _cannot_pay(self, session: AsyncSession, seen: sight.Seen, cheapest: Priced) -> None:
         """Nothing runs and the budget can't pay for anything: the job is over."""
         settings = self.core.settings
         need = cheapest.price.total * (settings.min_lease_seconds + settings.wind_down_seconds) / 3600
@@ -268,7 +231,7 @@ class Controller:
         outcome = JobStatus.BUDGET_EXHAUSTED if seen.job.step else JobStatus.FAILED
         self.lifecycle.end(session, seen.job, outcome, reason)
 
-    async def _retire_replaced(self, session: AsyncSession, seen: Seen) -> None:
+    async def _retire_replaced(self, session: AsyncSession, seen: sight.Seen) -> None:
         """Leases whose replacements work are drained; those whose replacements failed stay."""
         by_id = {x.id: x for x in seen.leases}
         for lease in seen.usable:
@@ -283,7 +246,7 @@ class Controller:
                 await self.nodes.retire(session, lease, "its cheaper replacement works")
 
     def _tell_rerank(
-        self, session: AsyncSession, seen: Seen, ranked: Sequence[Priced], decision: activation.Decision, why: str
+        self, session: AsyncSession, seen: sight.Seen, ranked: Sequence[Priced], decision: activation.Decision, why: str
     ) -> None:
         best = [f"{p.offer.gpu_name} ρ={p.rho:.3g}" for p in ranked if not p.excluded][:3]
         self.core.emit(
@@ -293,7 +256,12 @@ class Controller:
         )  # fmt: skip
 
     def _tell_shortage(
-        self, session: AsyncSession, seen: Seen, decision: activation.Decision, need: capacity.Capacity, renting: bool
+        self,
+        session: AsyncSession,
+        seen: sight.Seen,
+        decision: activation.Decision,
+        need: capacity.Capacity,
+        renting: bool,
     ) -> None:
         planned = sum(x.mu_prior for x in seen.usable)
         if renting or decision.rent or (seen.usable and planned >= need.mu_target):
@@ -331,20 +299,3 @@ class Controller:
         for job in jobs:
             what = ", ".join(f"{k} {v}" for k, v in row.selector.items()) or "all"
             await self.decide(job.id, f"a spot price of ${usd(row.micros_h)}/h for {what} at {provider}")
-
-
-def job_view(seen: Seen) -> JobView:
-    """What ranking needs to know of the job: its workload, its traffic, what was measured."""
-    job, spec = seen.job, seen.spec
-    tokens = min(spec.sampling.max_tokens, 512)
-    load = estimates.Workload(parameters=job.parameters or 1_000_000, tokens_per_rollout=float(tokens))
-    period_s = max(1.0, (job.t_train or 10.0) * job.publish_period)
-    snapshots = (job.snapshot_bytes or 0) * 3600 / period_s
-    rollout_bytes = 3600 / max(0.1, job.t_train or 10.0) * spec.rollouts_per_step * tokens * 12 / max(1, job.max_nodes)
-    measured = []
-    for lease in seen.leases:
-        node = seen.nodes.get(lease.id)
-        if node is not None and node.mu_measured:
-            base = estimates.prior(lease.gpu_name, lease.num_gpus, load).mu
-            measured.append(estimates.Measurement(lease.gpu_name, node.mu_measured, base))
-    return JobView(spec, load, pricing.Traffic(snapshots, snapshots + rollout_bytes), tuple(measured), STARTUP_S)

@@ -31,7 +31,8 @@ MAX_WAIT_S = 86_400.0
 # RunPod gives capacity no code of its own: a 400 is told apart by its sentence alone.
 _CAPACITY = re.compile(
     r"no longer any|no (?:more )?(?:instances|machines|gpus|capacity|resources)|capacity|out of stock"
-    r"|could not be placed|not enough|insufficient (?:gpu|resources)|unavailable|not available|does not have the resources|try again later",
+    r"|could not be placed|not enough|insufficient (?:gpu|resources)|unavailable|not available"
+    r"|does not have the resources|try again later",
     re.IGNORECASE,
 )
 _CREDIT = re.compile(r"balance|insufficient funds|credit|spend limit", re.IGNORECASE)

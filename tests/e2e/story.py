@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.e2e.stage import Stage, wait
 
-STEPS = 60
+STEPS = 36
 PROMPTS, GROUP = 16, 8
 
 
@@ -107,11 +107,11 @@ def _kill_control_service(stage: Stage, story: Story) -> None:
 
 
 def _move_a_price(stage: Stage, story: Story) -> None:
-    """A price of machines that the job does not use, told twice."""
+    """The price of the job's machines rises above its bids; that is told twice."""
     message = {
         "provider": "marketplace",
-        "selector": {"gpu_name": "L40S"},
-        "price_per_hour": "0.70",
+        "selector": {"gpu_name": "RTX 3090"},
+        "price_per_hour": "0.11",
         "effective_at": datetime.now(UTC).isoformat(),
     }
     first = stage.hook(message, webhook_id="msg_story")

@@ -128,6 +128,7 @@ class World:
             "offer_refresh_seconds": 1,
             "settle_seconds": 90,
             "join_timeout_seconds": 600,
+            "first_nodes": 1,
         }
         return Settings(**{**values, **self.options})
 

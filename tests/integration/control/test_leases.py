@@ -341,7 +341,8 @@ async def test_dear_machine_gives_way_to_a_cheaper_one_without_a_gap(control: Wo
     job_id = await control.create()
     learner, (node,) = await control.running(job_id)
     provider.machines += machines_of(cheap=0.1)
-    await control.rounds(13, 10, node, learner)
+    # The least life of a lease, and as long again for a second thought.
+    await control.rounds(26, 10, node, learner)
     assert provider.live_machines() == ["cheap", "m1"]
     assert not node.directives["drain"]
     heir = await control.join(next(r for r in provider.live() if r.machine.machine_id == "cheap"))

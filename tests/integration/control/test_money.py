@@ -164,7 +164,7 @@ async def test_budget_is_never_exceeded_and_its_end_is_orderly(
     run = Run(control, job_id, learner)
     if fault == "release_fails":
         await run.until_over(12)
-        provider.release_failures = 4
+        provider.release_failures = 8
     elif fault == "listing_fails":
         await run.until_over(6)
         provider.list_error = Transient("502")

@@ -6,6 +6,7 @@ import asyncio
 import io
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import numpy as np
@@ -298,6 +299,16 @@ async def test_measured_throughput_calls_for_more_machines(control: World, provi
     assert capacity["mu_target"] > 2.0
 
 
+async def test_until_one_is_measured_several_machines_share_the_target(
+    open_world: Callable[..., AbstractAsyncContextManager[World]], provider: FakeProvider
+) -> None:
+    async with open_world(first_nodes=3) as control:
+        job_id = await control.create()
+        await control.ready_learner(job_id)
+        await control.round()
+        assert len(provider.live()) == 3
+
+
 async def test_infeasible_capacity_is_told_with_the_remedy_and_the_job_goes_on(
     control: World, provider: FakeProvider
 ) -> None:
@@ -342,7 +353,7 @@ async def test_nodes_form_chains_and_move_up_when_their_upstream_leaves(control:
 
 async def test_peer_that_lies_twice_is_given_up(control: World, provider: FakeProvider) -> None:
     job_id = await control.create()
-    _, nodes = await control.running(job_id, nodes=3)
+    learner, nodes = await control.running(job_id, nodes=3)
     for node in nodes:
         await node.beat()
     child = next(n for n in nodes if n.directives["upstreams"][0]["kind"] == "peer")
@@ -362,6 +373,7 @@ async def test_peer_that_lies_twice_is_given_up(control: World, provider: FakePr
     row = await control.node_row(liar.id)
     assert row.state == "lost"
     assert {x.id: x.state for x in await control.leases()}[row.lease_id] in ("releasing", "released")
+    await control.rounds(6, 10, *(n for n in nodes if n is not liar), learner)
     assert len(provider.live()) == 3
 
 
