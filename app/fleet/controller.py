@@ -183,7 +183,7 @@ class Controller:
         return choices, [key for key, _ in decision.retire] if choices else []
 
     def _rebid(self, session: AsyncSession, lease: Lease) -> None:
-        """Raise the bid of a machine that is worth it; the new rate counts from the provider's own listing."""
+        """Raise the bid of a machine that is worth it; the new rate counts once the provider has accepted it."""
         bid = pricing.bid_for(lease.market_micros_h, None)
         if self._bids.get(lease.id) == bid:
             return
@@ -200,6 +200,12 @@ class Controller:
             # The next round sends it again; a machine that is outbid meanwhile is replaced.
             self._bids.pop(lease_id, None)
             log.warning("bid for %s was not raised: %s", instance_id, error)
+            return
+        async with self.core.db.write() as session:
+            # Billed from here; the next listing may lag.
+            money.change_rate(
+                session, await session.get_one(Lease, lease_id), bid, self.core.clock(), self.core.metrics
+            )
 
     def _affordable(self, session: AsyncSession, seen: sight.Seen, wanted: Sequence[Priced]) -> list[Choice]:
         """Of the wanted offers those that the budget's promise allows, one after the other."""

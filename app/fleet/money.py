@@ -84,6 +84,15 @@ def close(session: AsyncSession, lease: Lease, now: float, metrics: Metrics) -> 
                 lease.upload_carry, lease.upload_billed = item.amount.carry, lease.upload_bytes
 
 
+def change_rate(session: AsyncSession, lease: Lease, rate_micros_h: int, now: float, metrics: Metrics) -> None:
+    """The GPU costs another rate from now on."""
+    if rate_micros_h == lease.rate_micros_h:
+        return
+    close(session, lease, now, metrics)
+    lease.effective_micros_h += rate_micros_h - lease.rate_micros_h
+    lease.rate_micros_h = rate_micros_h
+
+
 def spent(lease: Lease, now: float) -> dict[str, int]:
     """Micro-dollars by kind, open amounts included."""
     total = {

@@ -113,10 +113,8 @@ class Reconciler:
         now = self.core.clock()
         running = instance.phase is Phase.RUNNING
         rate = instance.compute_micros_h
-        if running and rate is not None and rate != lease.rate_micros_h:
-            money.close(session, lease, now, self.core.metrics)
-            lease.effective_micros_h += rate - lease.rate_micros_h
-            lease.rate_micros_h = rate
+        if running and rate is not None:
+            money.change_rate(session, lease, rate, now, self.core.metrics)
         if running and not lease.gpu_running:
             started = instance.started_at.timestamp() if instance.started_at else now
             # A machine that resumes shows its first start again: nothing before the last entry is paid twice.

@@ -110,7 +110,7 @@ class Stranger:
 
 def take_over(stage: Stage, job_id: str) -> str:
     """Stop the first machine of the job before its agent has joined; its join token."""
-    [machine] = wait(lambda: [i for i in stage.instances(job_id).values() if i["pid"]], "a machine runs")
+    machine = wait(lambda: [i for i in stage.instances(job_id).values() if i["pid"]], "a machine runs")[0]
     os.killpg(machine["pid"], signal.SIGSTOP)
     environment = Path(f"/proc/{machine['pid']}/environ").read_bytes().split(b"\0")
     return next(line for line in environment if line.startswith(b"ECHO2_JOIN_TOKEN=")).decode().partition("=")[2]

@@ -163,7 +163,9 @@ async def test_budget_is_never_exceeded_and_its_end_is_orderly(
     learner = await control.ready_learner(job_id, nodes=2)
     run = Run(control, job_id, learner)
     if fault == "release_fails":
-        await run.until_over(12)
+        for _ in range(120):
+            if await run.until_over(1) == "draining":
+                break
         provider.release_failures = 8
     elif fault == "listing_fails":
         await run.until_over(6)
