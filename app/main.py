@@ -11,13 +11,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
 from sqlalchemy import func, select
 
 from app import __version__
-from app.api import fleet, health, hooks, jobs, keys, learner, middleware, nodes, objects, problems
+from app.api import aws, fleet, health, hooks, jobs, keys, learner, middleware, nodes, objects, problems, sns
 from app.api.deps import Services
 from app.api.security import API_KEY, hash_key, new_key
 from app.fleet.controller import Controller
@@ -29,6 +30,9 @@ from app.fleet.lifecycle import Lifecycle
 from app.fleet.market import Market
 from app.fleet.metrics import Metrics
 from app.fleet.nodes import Nodes
+from app.fleet.notices import Notices
+from app.fleet.notify import Notifier
+from app.fleet.outward import Outward
 from app.fleet.reconcile import Reconciler
 from app.fleet.scheduler import Loop
 from app.fleet.supervisor import Supervisor
@@ -40,6 +44,7 @@ from app.storage.models import ApiKey
 from app.storage.stores import open_store
 from app.tasks.registry import check_task
 from providers.base import Provider
+from providers.ec2.events import notice as ec2_event
 from providers.vastai import VastAI
 
 log = logging.getLogger("echo2")
@@ -135,6 +140,10 @@ def build_services(
         reconciler=reconciler,
         loop=Loop(core, controller, leases, reconciler),
         views=Views(core),
+        notifier=Notifier(core, Outward(allow_private=settings.notify_allow_private)),
+        notices=Notices(core, leases, node_service, controller),
+        sns=sns.Verifier(sns.fetch),
+        read_aws_event=partial(ec2_event, provider="ec2"),
     )
 
 
@@ -176,9 +185,13 @@ def create_app(
         await ensure_admin_key(svc, announce)
         if loop:
             await svc.loop.start()
+            svc.notices.start()
+            svc.notifier.start()
         try:
             yield
         finally:
+            await svc.notifier.stop()
+            await svc.notices.stop()
             await svc.loop.stop()
             for provider in svc.core.providers.values():
                 await provider.aclose()
@@ -195,7 +208,7 @@ def create_app(
     app.state.services = svc
     problems.install(app)
     middleware.install(app, limit_for=_limit(settings))
-    for module in (jobs, fleet, hooks, nodes, learner, objects, keys, health):
+    for module in (jobs, fleet, hooks, aws, nodes, learner, objects, keys, health):
         app.include_router(module.router)
     return app
 

@@ -14,6 +14,7 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -127,7 +128,9 @@ HttpUrl = Annotated[str, AfterValidator(_http_url)]
 Token = Annotated[SecretStr, AfterValidator(_token)]
 Folder = Annotated[Path, AfterValidator(_absolute)]
 ProviderName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+TopicArn = Annotated[str, Field(pattern=r"^arn:aws[a-z-]*:sns:[a-z0-9-]+:[0-9]{12}:[A-Za-z0-9_.-]{1,256}$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Usd = Annotated[Decimal, Field(gt=0, max_digits=15, decimal_places=6, allow_inf_nan=False)]
 
 _URL = "a URL such as https://echo2.example.org"
 _SECONDS = "seconds, above 0 and at most 86400"
@@ -179,6 +182,19 @@ class Settings(BaseSettings):
         None, description="a Standard Webhooks secret: whsec_ and 24…64 random bytes in base64"
     )
 
+    notify_secret: Annotated[SecretStr, AfterValidator(_webhook_secret)] | None = Field(
+        None,
+        description="a Standard Webhooks secret that notifications are signed with: whsec_ and 24…64 random bytes in "
+        "base64; without it webhook_secret is taken",
+    )
+    notify_allow_private: bool = Field(
+        False, description=f"{_BOOL}: whether notifications may go to private and loopback addresses"
+    )
+    aws_topic_arns: Annotated[list[TopicArn], NoDecode, BeforeValidator(_names)] = Field(
+        default_factory=list,
+        description="ARNs of SNS topics that may send notices, with commas between: arn:aws:sns:REGION:ACCOUNT:NAME",
+    )
+
     fleet_id: str = Field(
         "default",
         pattern=r"^[a-z0-9][a-z0-9-]{0,31}$",
@@ -215,6 +231,17 @@ class Settings(BaseSettings):
     wind_down_seconds: Seconds = Field(
         120, description=f"time that it takes to end a job in order; its cost is always kept back, {_SECONDS}"
     )
+    max_usd_per_hour: Usd | None = Field(
+        None, description="dollars an hour, above 0, that all jobs together may cost at most; without it no limit"
+    )
+    max_usd_total: Usd | None = Field(
+        None, description="dollars, above 0, that all jobs together may ever cost; without it no limit"
+    )
+    min_credit_hours: float = Field(
+        1, ge=0, le=720, allow_inf_nan=False,
+        description="hours, 0…720, that a provider's credit must last at what runs there: else nothing more is rented",
+    )  # fmt: skip
+    charges_seconds: Seconds = Field(3600, description=f"time between two looks at a provider's bill, {_SECONDS}")
     lease_hours: float = Field(
         6, gt=0, le=720, allow_inf_nan=False, description="hours, above 0 and at most 720, after which a lease ends"
     )

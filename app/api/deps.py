@@ -7,12 +7,14 @@ that node or job and nothing else.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
 from sqlalchemy import select
 
+from app.api import sns
 from app.api.security import NODE_TOKEN, bearer, hash_key
 from app.fleet.controller import Controller
 from app.fleet.core import Core
@@ -20,12 +22,15 @@ from app.fleet.jobs import Jobs
 from app.fleet.learning import Learning
 from app.fleet.market import Market
 from app.fleet.nodes import Nodes
+from app.fleet.notices import Notices
+from app.fleet.notify import Notifier
 from app.fleet.reconcile import Reconciler
 from app.fleet.scheduler import Loop
 from app.fleet.views import Views
 from app.fleet.work import Work
 from app.protocol.errors import Forbidden, Malformed, Unauthorized
 from app.storage.models import ApiKey, Node
+from providers.base import Notice
 
 
 @dataclass
@@ -42,6 +47,11 @@ class Services:
     reconciler: Reconciler
     loop: Loop
     views: Views
+    notifier: Notifier
+    notices: Notices
+    sns: sns.Verifier
+    read_aws_event: Callable[[str], Notice | None]
+    """An event of EventBridge as a notice; None for another event. Raises ValueError for what is none."""
 
 
 def services(request: Request) -> Services:

@@ -57,7 +57,7 @@ async def job_cost(job_id: str, request: Request, who: CallerDep, svc: ServicesD
     """Money of a job by kind, provider and lease."""
     job = await svc.jobs.get(job_id)
     async with svc.core.db.read() as session:
-        view = await svc.views.cost(session, [job])
+        view = await svc.views.costs.job(session, job)
     return text_response(_cost_text(view)) if wants_text(request) else JSONResponse(view)
 
 

@@ -27,7 +27,7 @@ class Running:
     """Its node works; a booting one counts as capacity but is never released for being too much."""
     age_s: float
     endangered: bool = False
-    """It will be taken away: outbid at the price in force."""
+    """It will be taken away: outbid at the price in force, or its provider said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _cover_decision(cover: Sequence[Candidate], endangered: Mapping[str, Running
     """Rent what is new, raise the bid of what stays, let go of the endangered rest."""
     rent = [c for c in cover if c.key not in endangered]
     rebid = [c.key for c in cover if c.key in endangered]
-    why = "outbid at the price in force; cheaper machines take its place"
+    why = "outbid, or about to be interrupted; cheaper machines take its place"
     leaving = [(key, why) for key in endangered if key not in rebid] if rent else []
     # Without room for both, the endangered make place first.
     now = max(0, len(rent) - free)

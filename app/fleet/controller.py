@@ -25,7 +25,7 @@ from app.protocol.base import usd
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
-from providers.base import ProviderError
+from providers.base import Billing, ProviderError
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,12 @@ from sqlalchemy import select
 
 from app.fleet.core import Core
 from app.fleet.lifecycle import Lifecycle
+from app.fleet.notify import secret_of
+from app.fleet.outward import url_problem
 from app.protocol.base import micros, usd
 from app.protocol.errors import BadInput, Conflict, FieldError, NotFound
 from app.protocol.job import JobPatch, JobSpec, JobStatus, TaskSpec
-from app.storage.models import Job
+from app.storage.models import Job, Outbox
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -63,6 +65,8 @@ class Jobs:
             )
             session.add(job)
             await session.flush()
+            if spec.notify_url is not None:
+                session.add(Outbox(job_id=job.id, next_at=now))
             self.core.emit(
                 session, job.id, "job_created",
                 f"{spec.name or spec.task.name}: {spec.model}, S = {spec.staleness_budget}, κ = {spec.kappa}, "
@@ -80,10 +84,16 @@ class Jobs:
         problem = _model_problem(spec.model)
         if problem:
             errors.append(FieldError("/model", problem))
-        if spec.notify_url is not None:
-            errors.append(FieldError("/notify_url", "this version sends no notifications; leave it out"))
+        if spec.notify_url is not None and (problem := self._notify_problem(spec.notify_url)):
+            errors.append(FieldError("/notify_url", problem))
         if errors:
             raise BadInput("the job can't be run as it is", errors=errors)
+
+    def _notify_problem(self, url: str) -> str:
+        settings = self.core.settings
+        if secret_of(settings) is None:
+            return "this service has no secret to sign with: set ECHO2_NOTIFY_SECRET, or leave notify_url out"
+        return url_problem(url, allow_private=settings.notify_allow_private)
 
     async def get(self, job_id: str) -> Job:
         """A job by id. Raises NotFound."""

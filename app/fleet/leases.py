@@ -22,7 +22,7 @@ from app.fleet import bootstrap, money
 from app.fleet.core import Core
 from app.protocol.base import usd
 from app.storage.models import Cooldown, Job, Lease, LeaseState
-from providers.base import Billing, Offer, ProviderError, RentResult, RentSpec
+from providers.base import Billing, Instance, Offer, ProviderError, RentResult, RentSpec
 
 log = logging.getLogger(__name__)
 
@@ -230,8 +230,13 @@ class Leases:
 
     async def _release(self, lease: Lease) -> None:
         failure: ProviderError | None = None
+        provider, instance_id = self.core.providers[lease.provider], lease.instance_id or ""
+        last: Instance | None = None
         try:
-            await self.core.providers[lease.provider].release(lease.instance_id or "")
+            if lease.gpu_since is None:
+                # No listing has shown its GPU yet; gone, it could not tell any more since when it was paid.
+                last = await provider.get(instance_id)
+            await provider.release(instance_id)
         except ProviderError as error:
             failure = error
         async with self.core.db.write() as session:
@@ -245,6 +250,9 @@ class Leases:
                     lease=row.id,
                 )  # fmt: skip
                 return
+            if last is not None and last.started_at is not None and row.gpu_since is None:
+                row.gpu_since = row.gpu_until = last.started_at.timestamp()
+                row.gpu_running = True
             self.end_billing(session, row)
 
     def end_billing(self, session: AsyncSession, lease: Lease) -> None:

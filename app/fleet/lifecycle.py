@@ -15,6 +15,7 @@ from app.fleet import budget, money
 from app.fleet.core import Core
 from app.fleet.nodes import Nodes
 from app.fleet.supervisor import Supervisor
+from app.fleet.watchdog import Watchdog
 from app.protocol.base import usd
 from app.protocol.job import JobSpec, JobStatus
 from app.storage.models import Job, Lease, LeaseState, Node
@@ -32,6 +33,7 @@ class Lifecycle:
         self.core = core
         self.nodes = nodes
         self.supervisor = supervisor
+        self.watchdog = Watchdog(core)
 
     async def tick(self, job_id: str) -> None:
         """One round for one job."""
@@ -43,6 +45,9 @@ class Lifecycle:
                 return
             await self.nodes.expire(session, job)
             leases = list(await session.scalars(select(Lease).where(Lease.job_id == job_id)))
+            stuck = await self.watchdog.check(session, job)
+            if stuck is not None:
+                self.end(session, job, JobStatus.FAILED, stuck)
             if status is not JobStatus.DRAINING and not self._end_if_due(session, job, leases):
                 start_learner = self._learner(session, job)
                 self._advance(session, job, leases)

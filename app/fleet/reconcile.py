@@ -7,7 +7,6 @@ a label of this fleet that no live lease owns is destroyed; other labels are nev
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -200,8 +199,3 @@ class Reconciler:
             self.core.emit(
                 session, None, "orphan_destroyed", f"instance {instance.instance_id} ({instance.label}) had no lease"
             )
-
-
-def open_providers(leases: Sequence[Lease]) -> set[str]:
-    """Providers with a lease that may cost money."""
-    return {lease.provider for lease in leases if LeaseState(lease.state).open}

@@ -18,6 +18,8 @@ from providers.base import Billing
 STARTUP_S = 60.0
 SETTLE_S = 20.0
 """A node's own measurement counts fully once it has worked this long."""
+RISK = 0.25
+"""A machine that its provider may soon take is worth so much less than another: its successor starts up unpaid for."""
 LEAVING = (NodeState.DRAINING, NodeState.LOST, NodeState.GONE)
 
 
@@ -69,12 +71,15 @@ def running(lease: Lease, seen: Seen, view: JobView, now: float, most: float) ->
     if node is not None and active and node.mu_measured:
         raw = estimates.settle(node.mu_measured, raw, now - node.state_since, SETTLE_S)
     mu = min(most, pricing.effective_throughput(raw, lease.reliability, seen.spec.fleet.interruptible))
-    endangered = lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h
+    outbid = lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h
     price = lease.effective_micros_h
-    if endangered:
+    if outbid:
         price += pricing.bid_for(lease.market_micros_h, None) - lease.rate_micros_h
+    warned = lease.endangered_since is not None
+    if warned:
+        price = round(price * (1 + RISK))
     one = activation.Candidate(lease.id, lease.machine_id, price, mu)
-    return activation.Running(one, active, now - lease.created_at, endangered)
+    return activation.Running(one, active, now - lease.created_at, outbid or warned)
 
 
 def job_view(seen: Seen) -> JobView:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy import select
 
 from app.fleet.core import Core
-from app.fleet.nodes import LIVE
+from app.fleet.roster import LIVE
 from app.protocol.job import FINAL_STATUSES
 from app.storage.models import Job, Node, SnapshotRow
 

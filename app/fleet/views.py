@@ -6,7 +6,6 @@ Invariant: money is a decimal string with six places, moments are RFC 3339 in UT
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import func, select
@@ -15,16 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import money, pricing
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
+from app.fleet.costs import Costs
 from app.fleet.market import Priced
-from app.protocol.base import rfc3339, usd
+from app.protocol.base import moment, usd
 from app.protocol.job import JobStatus
-from app.protocol.node import NodeState
 from app.storage.models import Event, Job, Lease, LeaseState, Node, SnapshotRow, Step
-
-
-def moment(at: float | None) -> str | None:
-    """Seconds since the epoch as RFC 3339."""
-    return None if at is None else rfc3339(datetime.fromtimestamp(at, UTC))
 
 
 def dropped_ratio(job: Job) -> float | None:
@@ -46,6 +40,7 @@ class Views:
 
     def __init__(self, core: Core) -> None:
         self.core = core
+        self.costs = Costs(core)
 
     async def job(self, session: AsyncSession, job: Job) -> dict[str, Any]:
         """A job as read: the spec as posted, with its patches, and the state."""
@@ -103,53 +98,7 @@ class Views:
 
     async def cost(self, session: AsyncSession, jobs: Sequence[Job]) -> dict[str, Any]:
         """Money of one job, or of many."""
-        ids, now = [j.id for j in jobs], self.core.clock()
-        leases = list(await session.scalars(select(Lease).where(Lease.job_id.in_(ids)).order_by(Lease.created_at)))
-        by_kind = dict.fromkeys(money.KINDS, 0)
-        by_provider: dict[str, int] = {}
-        rows = []
-        for lease in leases:
-            amounts = money.spent(lease, now)
-            for kind, amount in amounts.items():
-                by_kind[kind] += amount
-            total = sum(amounts.values())
-            by_provider[lease.provider] = by_provider.get(lease.provider, 0) + total
-            if lease.exists_since is not None:
-                rows.append(self._lease_row(lease, total))
-        spent, steps = sum(by_kind.values()), sum(j.step for j in jobs)
-        wind_down = self.core.settings.wind_down_seconds
-        committed = sum(
-            money.exposure(j, [x for x in leases if x.job_id == j.id], now, wind_down).committed for j in jobs
-        )
-        return {
-            "budget_usd": usd(sum(j.budget_micros for j in jobs)),
-            "spent_usd": usd(spent),
-            "committed_usd": usd(committed),
-            "by_kind": {k: usd(v) for k, v in by_kind.items()},
-            "by_provider": {k: usd(v) for k, v in by_provider.items()},
-            "leases": rows,
-            "usd_per_step": usd(round(spent / steps)) if steps else None,
-            "steps": steps,
-        }
-
-    @staticmethod
-    def _lease_row(lease: Lease, total: int) -> dict[str, Any]:
-        return {
-            "id": lease.id,
-            "job_id": lease.job_id,
-            "provider": lease.provider,
-            "machine_id": lease.machine_id,
-            "instance_id": lease.instance_id,
-            "gpu_name": lease.gpu_name,
-            "state": lease.state,
-            "reason": lease.reason,
-            "since": moment(lease.state_since),
-            "quoted_per_hour": usd(lease.quoted_micros_h),
-            "billed_per_hour": usd(lease.rate_micros_h),
-            "from": moment(lease.exists_since),
-            "to": moment(lease.ended_at),
-            "spent_usd": usd(total),
-        }
+        return await self.costs.view(session, jobs)
 
     async def fleet(self, session: AsyncSession, jobs: Sequence[Job]) -> dict[str, Any]:
         """Capacity and nodes of one job, or of many: every open lease, its node if it has joined."""
@@ -291,8 +240,3 @@ class Views:
             "rho": p.rho,
             "excluded": p.excluded or None,
         }
-
-
-def count_active(nodes: Sequence[Node]) -> int:
-    """Nodes that make rollouts now."""
-    return sum(n.state == NodeState.ACTIVE for n in nodes)

@@ -55,3 +55,11 @@ def utcnow() -> datetime:
 def rfc3339(moment: datetime) -> str:
     """A moment as RFC 3339 in UTC with a Z."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def moment(at: float | None) -> str | None:
+    """Seconds since the epoch as RFC 3339; None stays None, and so does a moment beyond all calendars."""
+    try:
+        return None if at is None else rfc3339(datetime.fromtimestamp(at, UTC))
+    except (ValueError, OverflowError, OSError):
+        return None

@@ -10,7 +10,7 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from app.protocol.base import Strict, micros
 
@@ -157,14 +157,13 @@ class JobSpec(Spec):
     def _positive(cls, value: Decimal) -> Decimal:
         return _budget(value)
 
-    @model_validator(mode="after")
-    def _publish_period_fits(self) -> Self:
-        limit = max(1, self.staleness_budget - 1)
-        if self.publish_period is not None and self.publish_period > limit:
-            raise ValueError(
-                f"publish_period {self.publish_period} must be at most max(1, staleness_budget - 1) = {limit}"
-            )
-        return self
+    @field_validator("publish_period")
+    @classmethod
+    def _publish_period_fits(cls, value: int | None, info: ValidationInfo) -> int | None:
+        staleness = info.data.get("staleness_budget")
+        if value is not None and staleness is not None and value > max(1, staleness - 1):
+            raise ValueError(f"must be at most max(1, staleness_budget - 1) = {max(1, staleness - 1)}")
+        return value
 
     @property
     def kappa(self) -> int:

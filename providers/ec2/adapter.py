@@ -69,8 +69,7 @@ class EC2Spot:
         self._sleep = sleep
         self._on_request = on_request
         self._fresh: dict[str, datetime] = {}
-        self._prices: dict[parse.Pool, int] = {}
-        self._priced_at = datetime.min.replace(tzinfo=UTC)
+        self._prices: dict[parse.Pool, tuple[int, datetime]] = {}
 
     def __repr__(self) -> str:
         return f"EC2Spot(name={self._name!r}, region={self._config.region!r})"
@@ -148,8 +147,7 @@ class EC2Spot:
             prices = parse.newest_prices(rows, self._types, self._config.product)
         except parse.Unreadable as error:
             raise self._malformed(f"search: {error}", rows[:1]) from error
-        self._prices.update(prices)
-        self._priced_at = now
+        self._prices.update({pool: (price, now) for pool, price in prices.items()})
         offers = [
             parse.offer(pool, price, self._types[pool[0]], self._config, self._name, now)
             for pool, price in sorted(prices.items(), key=lambda item: (item[1], item[0]))
@@ -181,9 +179,9 @@ class EC2Spot:
         return made is not None and self._clock() - made < timedelta(seconds=FRESH_S)
 
     def _instance(self, row: Any) -> Instance:
-        known = self._prices if self._clock() - self._priced_at <= PRICE_AGE else {}
         address = self._config.ipv4_micros_h if self._config.public_ip else 0
-        rates = {pool: price + address for pool, price in known.items()}
+        oldest = self._clock() - PRICE_AGE
+        rates = {pool: price + address for pool, (price, at) in self._prices.items() if at >= oldest}
         found = parse.instance(row, self._types, rates, self._name)
         self._fresh.pop(found.instance_id, None)
         return found
@@ -232,11 +230,15 @@ class EC2Spot:
     async def release(self, instance_id: str) -> None:
         """Terminate. An unknown id is success, unless we made it a moment ago: then Transient, ask again."""
         try:
-            await self._call("destroy", self._clients.ec2.terminate_instances, InstanceIds=[instance_id])
+            answer = await self._call("destroy", self._clients.ec2.terminate_instances, InstanceIds=[instance_id])
         except InstanceNotFound:
             if self._is_fresh(instance_id):
                 raise Transient(f"EC2 does not see {instance_id} yet, it was just made", provider=self._name) from None
             log.info("%s: instance %s was gone already", self._name, instance_id)
+        else:
+            ending = answer.get("TerminatingInstances")
+            if not isinstance(ending, list) or instance_id not in [row.get("InstanceId") for row in ending]:
+                raise self._malformed(f"destroy: the answer does not name {instance_id}", sorted(answer))
         self._fresh.pop(instance_id, None)
 
     async def set_bid(self, instance_id: str, bid_micros_h: int) -> None:

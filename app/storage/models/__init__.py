@@ -5,9 +5,11 @@ Invariant: moments are seconds since the epoch (UTC), money is integer micro-dol
 
 from app.storage.models.access import ApiKey, IdempotencyRecord, WebhookId
 from app.storage.models.base import Base
+from app.storage.models.bills import ProviderBill
 from app.storage.models.jobs import Evaluation, Event, Job, Step
 from app.storage.models.leases import OPEN_STATES, Cooldown, Lease, LeaseState, LedgerEntry, SpotPrice
 from app.storage.models.nodes import Node, SnapshotRow
+from app.storage.models.outbox import Outbox
 from app.storage.models.work import ItemStatus, Trajectory, WorkItem
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "LeaseState",
     "LedgerEntry",
     "Node",
+    "Outbox",
+    "ProviderBill",
     "SnapshotRow",
     "SpotPrice",
     "Step",

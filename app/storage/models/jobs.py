@@ -66,6 +66,8 @@ class Job(Base):
     chain_depth_max: Mapped[int] = mapped_column(default=0)
     preemptions: Mapped[int] = mapped_column(default=0)
     price_events: Mapped[int] = mapped_column(default=0)
+    forecast_over: Mapped[bool] = mapped_column(default=False)
+    """Its owner was told that it will cost more than its budget, and not yet that it will not."""
     final_prefix: Mapped[str | None]
 
 

@@ -87,6 +87,8 @@ class Lease(Base):
     expires_at: Mapped[float]
     missing_lists: Mapped[int] = mapped_column(default=0)
     interrupted: Mapped[bool] = mapped_column(default=False)
+    endangered_since: Mapped[float | None]
+    """When the provider said that it may soon take the machine away."""
     release_attempts: Mapped[int] = mapped_column(default=0)
     release_wanted: Mapped[bool] = mapped_column(default=False)
     """Give it back as soon as its fate is known."""

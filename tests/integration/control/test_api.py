@@ -23,7 +23,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"budget_usd": "NaN"}, "/budget_usd"),
     ({"budget_usd": "much"}, "/budget_usd"),
     ({"staleness_budget": 0}, "/staleness_budget"),
-    ({"publish_period": 3}, ""),
+    ({"publish_period": 3}, "/publish_period"),
     ({"safety_factor": 0.5}, "/safety_factor"),
     ({"sampling": {"top_p": 0.9}}, "/sampling/top_p"),
     ({"batch": {"group_size": 1}}, "/batch/group_size"),
@@ -33,7 +33,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"task": {"name": "chess"}}, "/task/name"),
     ({"task": {"name": "reasoning_gym", "params": {"dataset": "spell_forward"}}}, "/task/params/dataset"),
     ({"task": {"name": "reasoning_gym", "params": {**TASK["params"], "colour": 1}}}, "/task/params/colour"),
-    ({"notify_url": "http://example.org"}, "/notify_url"),
+    ({"notify_url": "ftp://example.org"}, "/notify_url"),
     ({"bugdet": 1}, "/bugdet"),
     ({"fleet": {"max_node": 1}}, "/fleet/max_node"),
 ]

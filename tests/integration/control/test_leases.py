@@ -320,20 +320,39 @@ async def test_node_whose_files_are_always_refused_is_given_up(control: World, p
     assert "refused" in (await control.leases())[0].reason
 
 
-async def test_machine_lease_ends_with_its_time(open_world: OpenWorld, provider: FakeProvider) -> None:
+async def test_machine_lease_is_renewed_while_its_node_works(open_world: OpenWorld, provider: FakeProvider) -> None:
     async with open_world(lease_hours=1, heartbeat_timeout_seconds=7200) as control:
         job_id = await control.create()
         _, (node,) = await control.running(job_id)
-        control.clock.advance(3600)
+        control.clock.advance(1500)
         await node.beat()
         await control.round()
         await node.beat()
-        assert node.directives["drain"]
-        await node.leave()
-        await control.round(10)
-        await control.round(10)
-        assert (await control.leases())[0].state == "released"
+        assert node.directives["lease_expires_in_s"] == pytest.approx(2100, abs=60), "more than half is left"
+        control.clock.advance(1000)
+        await node.beat()
+        await control.round()
+        await node.beat()
+        assert node.directives["lease_expires_in_s"] == pytest.approx(3600)
+        assert not node.directives["drain"]
         assert len(provider.live()) == 1
+
+
+async def test_node_that_joins_but_never_works_is_replaced(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    await control.ready_learner(job_id)
+    await control.round()
+    (rented,) = provider.live()
+    node = await control.join(rented)
+    node.state, node.version = "warming", None
+    for _ in range(62):
+        control.clock.advance(10)
+        await node.beat()
+        await control.round()
+    lease = (await control.leases())[0]
+    assert "does not work yet" in lease.reason
+    assert lease.state in ("releasing", "released")
+    assert rented.instance_id not in {r.instance_id for r in provider.live()}
 
 
 async def test_dear_machine_gives_way_to_a_cheaper_one_without_a_gap(control: World, provider: FakeProvider) -> None:

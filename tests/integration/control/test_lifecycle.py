@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.fleet.watchdog import judge
 from tests.integration.control.fake_provider import FakeProvider
 from tests.integration.control.rig import Learner, World
 
@@ -180,3 +181,43 @@ async def test_learner_that_dies_while_it_saves_is_started_once_more(control: Wo
     await control.rounds(2, 10)
     assert (await control.job(job_id))["status"] == "succeeded"
     assert provider.live() == []
+
+
+async def test_standstill_is_told_with_what_each_part_does_and_ends_the_job_at_last(control: World) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    for _ in range(45):
+        control.clock.advance(10)
+        await node.beat()
+        await learner.beat("waiting")
+        await control.round()
+    (told,) = [e for e in await control.events(job_id) if e.kind == "no_progress"]
+    assert "learner waiting" in told.message
+    assert "1 active" in told.message
+    assert (await control.job(job_id))["status"] == "provisioning"
+    for _ in range(70):
+        control.clock.advance(50)
+        await node.beat()
+        await learner.beat("waiting")
+        await control.round()
+        if (await control.job(job_id))["status"] == "draining":
+            break
+    job = await control.job(job_id)
+    assert job["status"] == "draining"
+    assert "no step for" in job["status_reason"]
+
+
+@pytest.mark.parametrize(
+    ("still", "t_train", "verdict"),
+    [
+        (299, 1, "ok"),
+        (301, 1, "warn"),
+        (3601, 1, "fail"),
+        (3601, 400, "ok"),
+        (4001, 400, "warn"),
+        (24001, 400, "fail"),
+        (301, None, "warn"),
+    ],
+)
+def test_standstill_is_measured_in_steps(still: float, t_train: float | None, verdict: str) -> None:
+    assert judge(still, t_train) == verdict

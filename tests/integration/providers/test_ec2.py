@@ -35,11 +35,11 @@ def pool(config: Ec2Config) -> Offer:
 
 
 @pytest.fixture
-async def market() -> AsyncIterator[Moto]:
+async def market() -> Moto:
     server = moto()
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as http:
         (await http.post("/moto-api/reset")).raise_for_status()
-    yield server
+    return server
 
 
 @pytest.fixture
@@ -203,6 +203,5 @@ async def test_a_list_and_a_release_that_failed_are_no_absence(
             await adapter.list()
         with pytest.raises(error):
             await adapter.get("i-1")
-        if error is not base.MalformedAnswer or answer == "not XML":
-            with pytest.raises(error):
-                await adapter.release("i-1")
+        with pytest.raises(error):
+            await adapter.release("i-1")

@@ -195,7 +195,8 @@ async def test_a_page_that_is_missing_raises() -> None:
 
 
 async def test_the_rate_is_the_last_price_seen_and_none_when_that_is_old() -> None:
-    script = Script(FOUND, {"SpotPriceHistory": [price("0.5")]}, FOUND, FOUND)
+    other = {"SpotPriceHistory": [price("0.9", InstanceType="g6.xlarge")]}
+    script = Script(FOUND, {"SpotPriceHistory": [price("0.5")]}, FOUND, other, FOUND)
     adapter = script.adapter()
 
     async def rate() -> int | None:
@@ -205,6 +206,7 @@ async def test_the_rate_is_the_last_price_seen_and_none_when_that_is_old() -> No
     await adapter.search(OfferQuery(Billing.SPOT_MARKET))
     assert await rate() == 505_000
     script.now += timedelta(minutes=16)
+    await adapter.search(OfferQuery(Billing.SPOT_MARKET, ("L4",)))
     assert await rate() is None
 
 

@@ -5,12 +5,8 @@ A scenario that a provider can't have is skipped with the reason that its harnes
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-from collections.abc import AsyncIterator
+import asyncio
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -18,87 +14,16 @@ from providers.base import (
     AuthError,
     Billing,
     CapabilityError,
-    Charge,
     Instance,
     MalformedAnswer,
-    Offer,
     Phase,
-    Provider,
     ProviderError,
-    RentResult,
     Retry,
     Transient,
 )
 
-from .harness import UNKNOWN_GPU, Harness, Registered, registered, until
-
-LABEL = "echo2:conf:lease:1"
-GONE_PHASES = (Phase.PAUSED, Phase.FAILED, Phase.TERMINATING)
-ALL = registered()
-
-
-@pytest.fixture(params=ALL, ids=lambda one: one.name)
-async def h(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
-    one: Registered = request.param
-    reason = one.not_applicable.get(request.function.__name__)
-    if reason is not None:
-        pytest.skip(f"{one.name}: {reason}")
-    async with one.open(tmp_path) as harness:
-        yield harness
-
-
-@pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
-def test_a_harness_excuses_itself_only_from_scenarios_that_exist(one: Registered) -> None:
-    scenarios = {name for name in globals() if name.startswith("test_")}
-    assert set(one.not_applicable) <= scenarios
-    assert all(one.not_applicable.values())
-
-
-async def offers(h: Harness) -> list[Offer]:
-    found = await h.provider.search(h.query())
-    assert len(found) >= 2
-    return found
-
-
-async def attempt(h: Harness, label: str = LABEL) -> RentResult:
-    """One rent of the first offer."""
-    offer = (await offers(h))[0]
-    return await h.provider.rent(offer, h.spec(offer, label))
-
-
-async def rented(h: Harness, label: str = LABEL) -> str:
-    """An instance that exists; its id."""
-    result = await attempt(h, label)
-    assert result.outcome == "created", result.error
-    assert result.instance_id is not None
-    assert result.doomed_id is None
-    return result.instance_id
-
-
-async def labelled(provider: Provider, label: str = LABEL) -> list[Instance]:
-    """What a complete listing shows under a label."""
-    listing = await provider.list()
-    assert listing.complete
-    return [i for i in listing.instances if i.label == label and i.phase is not Phase.TERMINATING]
-
-
-async def found(h: Harness, instance_id: str, label: str = LABEL) -> Instance:
-    """Wait until the list shows the instance under its label."""
-    rows = await until(lambda: labelled(h.provider, label), bool, f"{label} in the list")
-    assert [i.instance_id for i in rows] == [instance_id]
-    return rows[0]
-
-
-async def gone(h: Harness, instance_id: str) -> None:
-    """Wait until both reads say that it is gone, or on its way out."""
-
-    async def one() -> bool:
-        instance = await h.provider.get(instance_id)
-        return instance is None or instance.phase is Phase.TERMINATING
-
-    await until(one, bool, "get without the instance")
-    await until(lambda: labelled(h.provider), lambda rows: not rows, "a list without the instance")
-
+from .harness import UNKNOWN_GPU, Harness, until
+from .steps import GONE_PHASES, LABEL, attempt, found, gone, labelled, offers, rented
 
 # search
 
@@ -188,6 +113,17 @@ async def test_a_create_that_never_arrived_is_one_request_and_proved_absent(h: H
     assert (result.outcome, result.instance_id) == ("unknown", None)
     assert await h.creates() == 1
     assert await labelled(h.provider) == []
+
+
+async def test_two_rents_at_once_are_two_machines_under_their_labels(h: Harness) -> None:
+    wanted = dict(zip(("echo2:conf:a:1", "echo2:conf:b:1"), await offers(h), strict=False))
+    results = await asyncio.gather(*(h.provider.rent(o, h.spec(o, label)) for label, o in wanted.items()))
+    ids = [result.instance_id for result in results]
+    assert None not in ids
+    assert len(set(ids)) == 2
+    for label, instance_id in zip(wanted, ids, strict=True):
+        await found(h, str(instance_id), label)
+    assert await h.creates() == 2
 
 
 async def test_a_create_carries_the_intent_s_token(h: Harness) -> None:
@@ -323,84 +259,3 @@ async def test_a_release_that_fails_says_so_and_may_be_sent_again(h: Harness) ->
         assert instance.phase is not Phase.TERMINATING
     await h.provider.release(instance_id)
     await gone(h, instance_id)
-
-
-# listing
-
-
-async def test_foreign_instances_are_listed_and_told_apart(h: Harness) -> None:
-    foreign = await h.add_foreign("somebody-else")
-    instance_id = await rented(h)
-    await found(h, instance_id)
-    labels = {i.instance_id: i.label for i in (await h.provider.list()).instances}
-    assert labels[instance_id] == LABEL
-    assert labels[foreign] != LABEL
-    assert not labels[foreign].startswith("echo2:")
-    await h.provider.release(instance_id)
-    await gone(h, instance_id)
-    assert await h.provider.get(foreign) is not None
-
-
-async def test_a_listing_with_a_hole_is_never_passed_as_complete(h: Harness) -> None:
-    instance_id = await rented(h)
-    await found(h, instance_id)
-    await h.truncate_next_listing()
-    complete = False
-    with contextlib.suppress(MalformedAnswer, Transient):
-        complete = (await h.provider.list()).complete
-    assert not complete
-    await found(h, instance_id)
-
-
-async def test_a_listing_that_can_t_be_read_raises(h: Harness) -> None:
-    instance_id = await rented(h)
-    await found(h, instance_id)
-    await h.garble_next_listing()
-    with pytest.raises((MalformedAnswer, Transient)):
-        await h.provider.list()
-    await found(h, instance_id)
-
-
-# the account
-
-
-async def test_the_key_shows_up_nowhere(h: Harness, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG")
-    provider = h.provider
-    told = [repr(provider), str(provider)]
-    instance_id = await rented(h)
-    await h.fail_releases(1)
-    await h.garble_next_listing()
-    for act in (provider.release(instance_id), provider.list()):
-        try:
-            await act
-        except ProviderError as error:
-            told += [error.raw, *traceback.format_exception(error)]
-    await h.lose_next_create(created=False)
-    lost = (await attempt(h, "echo2:conf:lease:2")).error
-    assert lost is not None
-    told += [repr(lost), lost.raw, *traceback.format_exception(lost)]
-    try:
-        await h.with_wrong_key().list()
-    except AuthError as error:
-        told += [error.raw, *traceback.format_exception(error)]
-    assert h.secret not in "\n".join([*told, caplog.text])
-
-
-async def test_the_balance_is_told_where_the_account_is_prepaid(h: Harness) -> None:
-    if not h.provider.caps.prepaid:
-        with pytest.raises(CapabilityError):
-            await h.provider.balance()
-        return
-    assert (await h.provider.balance()).credit_micros > 0
-    with pytest.raises(AuthError):
-        await h.with_wrong_key().balance()
-
-
-async def test_charges_are_of_our_instances_and_positive(h: Harness) -> None:
-    instance_id = await rented(h)
-    await found(h, instance_id)
-    charges = await h.provider.charges(datetime.now(UTC) - timedelta(hours=1))
-    assert all(isinstance(c, Charge) and c.micros >= 0 and c.start <= c.end for c in charges)
-    assert {c.provider for c in charges} <= {h.provider.name}
-    assert {c.instance_id for c in charges} <= {instance_id}

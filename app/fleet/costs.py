@@ -1,0 +1,162 @@
+"""What jobs cost, have cost and will have cost: the cost view and the forecast's event.
+
+Invariant: every figure comes from the same reading of leases, ledger and bills; a bill that is not known is null, not
+zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import budget, forecast, money
+from app.fleet.core import Core
+from app.protocol.base import moment, usd
+from app.protocol.job import JobStatus
+from app.storage.models import Job, Lease, ProviderBill, Step
+
+FORETOLD = (JobStatus.PROVISIONING, JobStatus.RUNNING)
+
+
+class Costs:
+    """Money of jobs, as the API shows it."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    async def view(self, session: AsyncSession, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Money of one job, or of many."""
+        ids, now = [j.id for j in jobs], self.core.clock()
+        leases = list(await session.scalars(select(Lease).where(Lease.job_id.in_(ids)).order_by(Lease.created_at)))
+        bills = await _bills(session, ids)
+        by_kind = dict.fromkeys(money.KINDS, 0)
+        by_provider: dict[str, int] = {}
+        rows = []
+        for lease in leases:
+            amounts = money.spent(lease, now)
+            for kind, amount in amounts.items():
+                by_kind[kind] += amount
+            total = sum(amounts.values())
+            by_provider[lease.provider] = by_provider.get(lease.provider, 0) + total
+            if lease.exists_since is not None:
+                rows.append(lease_row(lease, total, bills.get(lease.id)))
+        spent, steps = sum(by_kind.values()), sum(j.step for j in jobs)
+        committed = sum(self._exposure(j, [x for x in leases if x.job_id == j.id]).committed for j in jobs)
+        return {
+            "budget_usd": usd(sum(j.budget_micros for j in jobs)),
+            "spent_usd": usd(spent),
+            "committed_usd": usd(committed),
+            "provider_bill_usd": usd(sum(b.micros for b in bills.values())) if bills else None,
+            "by_kind": {k: usd(v) for k, v in by_kind.items()},
+            "by_provider": {k: usd(v) for k, v in by_provider.items()},
+            "leases": rows,
+            "usd_per_step": usd(round(spent / steps)) if steps else None,
+            "steps": steps,
+        }
+
+    async def job(self, session: AsyncSession, job: Job) -> dict[str, Any]:
+        """Money of one job, with its forecast."""
+        return {**await self.view(session, [job]), "forecast": forecast_view(await self.forecast(session, job))}
+
+    async def forecast(self, session: AsyncSession, job: Job) -> forecast.Forecast:
+        """What to expect of the job."""
+        leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
+        exposure, status = self._exposure(job, leases), JobStatus(job.status)
+        recent = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(forecast.RECENT + 1)
+        steps = sorted(await session.scalars(recent), key=lambda s: s.step)
+        course = forecast.Course(
+            now=self.core.clock(),
+            spent=exposure.spent + exposure.unseen,
+            burn_micros_h=exposure.burn_micros_h + exposure.pending_micros_h,
+            wind_down=exposure.wind_down,
+            budget=job.budget_micros,
+            step=job.step,
+            stop_steps=job.spec["stop"].get("steps"),
+            stop_in_s=await self._hours_left(session, job, steps),
+            marks=[forecast.Mark(s.at, s.spent_micros) for s in steps],
+            paused=status is JobStatus.PAUSED,
+            over_at=job.finished_at,
+        )
+        return forecast.forecast(course)
+
+    async def watch(self, job_id: str) -> None:
+        """Tell once when the forecast crosses the budget, and once when it comes back."""
+        async with self.core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            if job.status not in FORETOLD:
+                return
+            expected = await self.forecast(session, job)
+            over = forecast.over_budget(expected, job.budget_micros, job.forecast_over)
+            if over == job.forecast_over or expected.cost is None:
+                return
+            job.forecast_over = over
+            kind, word = ("forecast_over_budget", "over") if over else ("forecast_within_budget", "within")
+            self.core.emit(
+                session, job_id, kind,
+                f"expected to cost ${usd(expected.cost)}, {word} the budget of ${usd(job.budget_micros)}: "
+                f"{expected.basis}",
+                **forecast_view(expected),
+            )  # fmt: skip
+        self.core.announce(job_id)
+
+    def _exposure(self, job: Job, leases: Sequence[Lease]) -> budget.Exposure:
+        return money.exposure(job, leases, self.core.clock(), self.core.settings.wind_down_seconds)
+
+    async def _hours_left(self, session: AsyncSession, job: Job, steps: Sequence[Step]) -> float | None:
+        """Seconds until the job's hours are over, as far as its steps tell; pauses don't count."""
+        hours = job.spec["stop"].get("max_hours")
+        if hours is None:
+            return None
+        busy = await session.scalar(select(func.sum(Step.t_train + Step.t_idle)).where(Step.job_id == job.id))
+        began = steps[-1].at if steps else job.ready_at
+        going = self.core.clock() - began if began is not None and job.status in FORETOLD else 0.0
+        return float(hours * 3600 - (busy or 0.0) - going)
+
+
+async def _bills(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, ProviderBill]:
+    """By lease."""
+    query = select(ProviderBill).join(Lease, Lease.id == ProviderBill.lease_id).where(Lease.job_id.in_(job_ids))
+    return {row.lease_id: row for row in await session.scalars(query)}
+
+
+def lease_row(lease: Lease, total: int, bill: ProviderBill | None) -> dict[str, Any]:
+    """One lease: quoted, billed and effective price side by side, ours and the provider's sum."""
+    return {
+        "id": lease.id,
+        "job_id": lease.job_id,
+        "provider": lease.provider,
+        "machine_id": lease.machine_id,
+        "instance_id": lease.instance_id,
+        "gpu_name": lease.gpu_name,
+        "state": lease.state,
+        "reason": lease.reason,
+        "since": moment(lease.state_since),
+        "quoted_per_hour": usd(lease.quoted_micros_h),
+        "billed_per_hour": usd(lease.rate_micros_h),
+        "effective_per_hour": usd(lease.effective_micros_h),
+        "from": moment(lease.exists_since),
+        "to": moment(lease.ended_at),
+        "spent_usd": usd(total),
+        "provider_bill_usd": usd(bill.micros) if bill is not None else None,
+        "provider_bill_until": moment(bill.through) if bill is not None else None,
+        "provider_bill_final": bill.final if bill is not None else None,
+    }
+
+
+def forecast_view(expected: forecast.Forecast) -> dict[str, Any]:
+    """A forecast in the contract's words."""
+
+    def dollars(value: int | None) -> str | None:
+        return None if value is None else usd(value)
+
+    return {
+        "ends_at": moment(expected.ends_at),
+        "cost_usd": dollars(expected.cost),
+        "low_usd": dollars(expected.low),
+        "high_usd": dollars(expected.high),
+        "budget_lasts_until": moment(expected.budget_lasts_until),
+        "basis": expected.basis,
+    }

@@ -1,0 +1,130 @@
+"""Who is in the fleet of a job: places in chains, drains, losses.
+
+Invariant: a node that goes leaves no leased work behind, and those that pulled from it have other upstreams; a lease
+whose node works is renewed long before it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import topology
+from app.fleet.commits import REFUSED_TOLERATED
+from app.fleet.core import Core
+from app.fleet.leases import Leases
+from app.protocol.node import NodeState
+from app.storage.models import ItemStatus, Job, Lease, LeaseState, Node, WorkItem
+
+log = logging.getLogger(__name__)
+
+LIVE = (NodeState.JOINING, NodeState.WARMING, NodeState.ACTIVE, NodeState.DRAINING)
+DRAIN_S = 20.0
+"""A draining node is given this long to finish and leave."""
+LIES_TOLERATED = 2
+PRESIGN_MAX_S = 7 * 24 * 3600.0
+"""S3 signs no URL for longer."""
+
+
+class Roster:
+    """Takes nodes in and out."""
+
+    def __init__(self, core: Core, leases: Leases) -> None:
+        self.core = core
+        self.leases = leases
+
+    async def _arrange(self, session: AsyncSession, job: Job) -> None:
+        """Place all live nodes in chains and write their upstream lists."""
+        pairs = (
+            await session.execute(
+                select(Node, Lease)
+                .join(Lease, Lease.id == Node.lease_id)
+                .where(Node.job_id == job.id, Node.state.in_(LIVE))
+            )
+        ).all()
+        members = [
+            topology.Member(
+                n.id, x.up_mbps, x.down_mbps, n.relay_url is not None, x.reliability, n.chain, n.chain_position
+            )
+            for n, x in pairs
+        ]
+        places = topology.arrange(self.core.settings.learner_uplink_mbps, members)
+        urls = {n.id: n.relay_url or "" for n, _ in pairs}
+        for node, _ in pairs:
+            place = places[node.id]
+            node.chain, node.chain_position = place.chain, place.position
+            node.upstreams = [{"kind": "peer", "url": urls[a], "node_id": a} for a in place.ancestors if urls[a]]
+        job.chain_depth_max = max(job.chain_depth_max, topology.depth(places))
+
+    @staticmethod
+    async def _hand_back(session: AsyncSession, node: Node, item_id: str) -> None:
+        """A work item that this node can't score is somebody else's."""
+        item = await session.get(WorkItem, item_id)
+        if item is not None and item.node_id == node.id and item.status == ItemStatus.LEASED:
+            item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+
+    async def retire(self, session: AsyncSession, lease: Lease, reason: str) -> None:
+        """Give a lease back in order: its node drains first, if it has one that works."""
+        node = (await session.scalars(select(Node).where(Node.lease_id == lease.id))).first()
+        if node is None or node.state not in (NodeState.ACTIVE, NodeState.WARMING, NodeState.JOINING):
+            if node is None or node.state != NodeState.DRAINING:
+                self.leases.request_release(session, lease, reason)
+            return
+        if not node.drain:
+            node.drain, node.state, node.state_since = True, NodeState.DRAINING, self.core.clock()
+            node.reason = lease.reason = reason
+            self.core.emit(session, lease.job_id, "node_draining", f"draining {lease.gpu_name}: {reason}", node=node.id)
+
+    async def expire(self, session: AsyncSession, job: Job) -> None:
+        """Nodes without heartbeats are lost; draining ones that take too long are cut off."""
+        settings, now = self.core.settings, self.core.clock()
+        timeout, starting = settings.heartbeat_timeout_seconds, settings.join_timeout_seconds
+        lease_s = settings.lease_hours * 3600
+        pairs = (
+            await session.execute(
+                select(Node, Lease)
+                .join(Lease, Lease.id == Node.lease_id)
+                .where(Node.job_id == job.id, Node.state.in_(LIVE))
+            )
+        ).all()
+        for node, lease in pairs:
+            silent = now - max(node.heartbeat_at, self.core.started_at)
+            if not LeaseState(lease.state).usable:
+                await self._depart(session, node, NodeState.GONE, lease.reason)
+            elif silent > timeout:
+                why = f"no heartbeat for {silent:.0f} s"
+                await self._depart(session, node, NodeState.LOST, why)
+                await self.leases.cool_down(session, lease, why)
+                self.core.emit(session, job.id, "node_lost", f"{lease.gpu_name}: {why}", node=node.id)
+                self.leases.request_release(session, lease, why)
+            elif node.drain and now - node.state_since > DRAIN_S:
+                await self._depart(session, node, NodeState.GONE, lease.reason)
+                self.leases.request_release(session, lease, lease.reason)
+            elif node.files_refused >= REFUSED_TOLERATED:
+                why = f"{node.files_refused} of its files in a row were refused"
+                await self._depart(session, node, NodeState.LOST, why)
+                await self.leases.cool_down(session, lease, why)
+                self.leases.request_release(session, lease, why)
+            elif node.state in (NodeState.JOINING, NodeState.WARMING) and now - node.joined_at > starting:
+                why = f"joined {now - node.joined_at:.0f} s ago and does not work yet"
+                await self._depart(session, node, NodeState.LOST, why)
+                await self.leases.cool_down(session, lease, why)
+                self.leases.request_release(session, lease, why)
+            elif not node.drain and lease.expires_at - now < lease_s / 2:
+                # Its end is a dead-man switch for the time when nobody is here to renew it.
+                lease.expires_at = now + lease_s
+
+    async def _depart(self, session: AsyncSession, node: Node, state: NodeState, reason: str) -> None:
+        """Take a node out: its leased work is pending again, its children get new upstreams."""
+        node.state, node.state_since, node.reason = state, self.core.clock(), reason
+        node.chain = node.chain_position = None
+        items = await session.scalars(
+            select(WorkItem).where(WorkItem.node_id == node.id, WorkItem.status == ItemStatus.LEASED)
+        )
+        for item in items:
+            item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+        job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
+        await session.flush()
+        await self._arrange(session, job)
