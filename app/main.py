@@ -21,6 +21,8 @@ from app import __version__
 from app.api import aws, fleet, health, hooks, jobs, keys, learner, middleware, nodes, objects, problems, sns
 from app.api.deps import Services
 from app.api.security import API_KEY, hash_key, new_key
+from app.fleet.accounts import Accounts
+from app.fleet.bills import Bills
 from app.fleet.controller import Controller
 from app.fleet.core import Core, Secrets
 from app.fleet.jobs import Jobs
@@ -124,10 +126,11 @@ def build_services(
         metrics=metrics,
         started_at=clock(),
     )
-    leases, market, work = Leases(core), Market(core), Work(core)
+    accounts = Accounts(core)
+    leases, market, work = Leases(core, accounts), Market(core), Work(core)
     node_service = Nodes(core, leases)
     lifecycle = Lifecycle(core, node_service, supervisor(core))
-    controller = Controller(core, market, leases, node_service, work, lifecycle)
+    controller = Controller(core, market, leases, node_service, work, lifecycle, accounts)
     reconciler = Reconciler(core, leases)
     return Services(
         core=core,
@@ -138,7 +141,8 @@ def build_services(
         market=market,
         controller=controller,
         reconciler=reconciler,
-        loop=Loop(core, controller, leases, reconciler),
+        accounts=accounts,
+        loop=Loop(core, controller, leases, reconciler, accounts, Bills(core)),
         views=Views(core),
         notifier=Notifier(core, Outward(allow_private=settings.notify_allow_private)),
         notices=Notices(core, leases, node_service, controller),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
@@ -16,6 +16,7 @@ from sqlalchemy import select
 
 from app.api import sns
 from app.api.security import NODE_TOKEN, bearer, hash_key
+from app.fleet.accounts import Accounts
 from app.fleet.controller import Controller
 from app.fleet.core import Core
 from app.fleet.jobs import Jobs
@@ -32,6 +33,8 @@ from app.protocol.errors import Forbidden, Malformed, Unauthorized
 from app.storage.models import ApiKey, Node
 from providers.base import Notice
 
+REMEMBERED_TOKENS = 10_000
+
 
 @dataclass
 class Services:
@@ -45,6 +48,7 @@ class Services:
     market: Market
     controller: Controller
     reconciler: Reconciler
+    accounts: Accounts
     loop: Loop
     views: Views
     notifier: Notifier
@@ -52,6 +56,8 @@ class Services:
     sns: sns.Verifier
     read_aws_event: Callable[[str], Notice | None]
     """An event of EventBridge as a notice; None for another event. Raises ValueError for what is none."""
+    node_tokens: dict[str, str] = field(default_factory=dict, repr=False)
+    """Hash of a node token → node id, as seen in the database before."""
 
 
 def services(request: Request) -> Services:
@@ -98,10 +104,17 @@ async def node(node_id: str, request: Request, svc: ServicesDep) -> str:
     token = bearer(request)
     if not token.startswith(NODE_TOKEN):
         raise Unauthorized("this call needs a node token")
-    async with svc.core.db.read() as session:
-        found = await session.scalar(select(Node.id).where(Node.token_hash == hash_key(token)))
+    digest = hash_key(token)
+    # A token belongs to one node for ever; what the node may still do is decided by its state.
+    found = svc.node_tokens.get(digest)
     if found is None:
-        raise Unauthorized("this node token is not known")
+        async with svc.core.db.read() as session:
+            found = await session.scalar(select(Node.id).where(Node.token_hash == digest))
+        if found is None:
+            raise Unauthorized("this node token is not known")
+        if len(svc.node_tokens) >= REMEMBERED_TOKENS:
+            svc.node_tokens.clear()
+        svc.node_tokens[digest] = found
     if found != node_id:
         raise Forbidden("this token belongs to another node")
     return node_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -15,6 +16,7 @@ from app.fleet.estimates import Workload
 from app.fleet.market import JobView
 from app.fleet.pricing import Traffic
 from app.fleet.sight import job_view
+from app.protocol.base import usd
 from app.protocol.job import FINAL_STATUSES, JobSpec, TaskSpec
 from app.storage.models import Job
 
@@ -24,7 +26,13 @@ NODE_COLUMNS = (
     "id", "gpu_name", "machine_id", "state", "price_per_hour", "rho", "mu_measured", "policy_version", "chain",
     "chain_position", "upstream", "rollouts_accepted", "heartbeat_age",
 )  # fmt: skip
-LEASE_COLUMNS = ("id", "provider", "machine_id", "gpu_name", "state", "from", "to", "spent_usd")
+LEASE_COLUMNS = (
+    "id", "provider", "machine_id", "gpu_name", "state", "quoted_per_hour", "billed_per_hour", "effective_per_hour",
+    "from", "to", "spent_usd", "provider_bill_usd",
+)  # fmt: skip
+FORECAST_COLUMNS = ("ends_at", "cost_usd", "low_usd", "high_usd", "budget_lasts_until", "basis")
+PROVIDER_COLUMNS = ("name", "usable", "credit_usd", "usd_per_hour", "reason")
+CAP_COLUMNS = ("usd_per_hour", "max_usd_per_hour", "committed_usd", "max_usd_total")
 OFFER_COLUMNS = (
     "offer_id", "provider", "gpu_name", "num_gpus", "region", "billing", "price_per_hour", "effective_price_per_hour",
     "mu", "mu_source", "rho", "excluded",
@@ -39,8 +47,22 @@ def _fleet_text(view: dict[str, Any]) -> str:
 
 def _cost_text(view: dict[str, Any]) -> str:
     totals = {**view, **view["by_kind"]}
-    shown = ("budget_usd", "spent_usd", "committed_usd", "gpu", "disk", "download", "upload", "usd_per_step", "steps")
-    return table([totals], shown) + "\n\n" + table(view["leases"], LEASE_COLUMNS)
+    shown = (
+        "budget_usd",
+        "spent_usd",
+        "committed_usd",
+        "provider_bill_usd",
+        "gpu",
+        "disk",
+        "download",
+        "upload",
+        "usd_per_step",
+        "steps",
+    )
+    parts = [table([totals], shown)]
+    if "forecast" in view:
+        parts.append(table([view["forecast"]], FORECAST_COLUMNS))
+    return "\n\n".join([*parts, table(view["leases"], LEASE_COLUMNS)])
 
 
 @router.get("/jobs/{job_id}/fleet")
@@ -67,13 +89,32 @@ async def whole_fleet(request: Request, who: CallerDep, svc: ServicesDep) -> Res
     async with svc.core.db.read() as session:
         jobs = list(await session.scalars(select(Job).where(Job.status.not_in(list(FINAL_STATUSES)))))
         view = await svc.views.fleet(session, jobs) if jobs else {"capacity": {}, "nodes": []}
-    trouble = {**svc.market.troubles(), **svc.reconciler.trouble}
+        room = await svc.accounts.room(session)
+    trouble = {**svc.market.troubles(), **svc.reconciler.trouble, **svc.accounts.troubles()}
+    view["caps"] = svc.accounts.view(room)
     view["providers"] = [
-        {"name": name, "usable": name not in trouble, "reason": trouble.get(name)} for name in svc.core.providers
+        _provider(svc, name, trouble.get(name), room.burns.get(name, 0)) for name in svc.core.providers
     ]
     if wants_text(request):
-        return text_response(_fleet_text(view) + "\n\n" + table(view["providers"], ("name", "usable", "reason")))
+        parts = (
+            _fleet_text(view),
+            table(view["providers"], PROVIDER_COLUMNS),
+            table([view["caps"]], CAP_COLUMNS),
+            table(view["caps"]["held"], ("job_id", "reason")) if view["caps"]["held"] else "",
+        )
+        return text_response("\n\n".join(part for part in parts if part))
     return JSONResponse(view)
+
+
+def _provider(svc: Services, name: str, trouble: str | None, burn: int) -> dict[str, Any]:
+    credit = svc.accounts.credit(name)
+    return {
+        "name": name,
+        "usable": trouble is None,
+        "reason": trouble,
+        "credit_usd": None if credit is None else usd(credit),
+        "usd_per_hour": usd(burn),
+    }
 
 
 @router.get("/cost")
@@ -97,7 +138,12 @@ async def offers(
     names = view.spec.fleet.providers or list(svc.core.providers)
     await svc.market.refresh(names, view.spec.fleet.interruptible, max_age_s=svc.core.settings.offer_refresh_seconds)
     async with svc.core.db.read() as session:
-        ranked = await svc.market.ranked(session, view)
+        room = await svc.accounts.room(session)
+        ranked = [
+            replace(p, excluded=p.excluded or room.why_not(p.offer.provider, p.price.total))
+            for p in await svc.market.ranked(session, view)
+        ]
+    ranked.sort(key=lambda p: bool(p.excluded))
     rows = [svc.views.offer(p) for p in ranked[:limit]]
     for row in rows:
         # Infinity is not JSON.

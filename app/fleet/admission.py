@@ -52,9 +52,11 @@ SLICE = 0.35
 def share(*, t_train: float | None, group_size: int, prompts: int, node_rate: float | None) -> int:
     """Most groups that one node may lease at once: what it makes in a slice of T_train.
 
-    `node_rate` is in rollouts per second. A node that nobody has measured gets an eighth of a batch. Without this bound
-    a few slow nodes hold all that admission lets out, and the learner waits for the slowest of them.
+    `node_rate` is in rollouts per second. A node that nobody has measured, or a slow one, gets an eighth of a batch, so
+    that the cost of asking and committing is spread. Without this bound a few slow nodes hold all that admission lets
+    out, and the learner waits for the slowest of them.
     """
+    least = max(1, prompts // 8)
     if not node_rate or not t_train:
-        return max(1, prompts // 8)
-    return max(1, min(prompts, round(node_rate * SLICE * t_train / group_size)))
+        return least
+    return max(least, min(prompts, round(node_rate * SLICE * t_train / group_size)))

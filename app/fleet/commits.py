@@ -46,7 +46,7 @@ class Commits:
             await self._count_refusal(node_id, request, refusal)
             raise
         if answer.accepted:
-            self.core.announce(await self._job_of(node_id))
+            self.core.announce(await self._job_of(node_id), "rollouts")
         return answer
 
     async def _commit(self, node_id: str, request: CommitRequest) -> CommitAnswer:
@@ -77,7 +77,7 @@ class Commits:
         """
         give_up = asyncio.get_running_loop().time() + PUBLISH_LAG_S
         while True:
-            news = self.core.signals.subscribe(f"job:{job.id}")
+            news = self.core.signals.subscribe(f"work:{job.id}")
             async with self.core.db.read() as session:
                 newest = await session.scalar(select(Job.published_version).where(Job.id == job.id))
             try:
@@ -179,4 +179,4 @@ class Commits:
                 node=node_id, key=request.key,
             )  # fmt: skip
             self.core.metrics.refused.labels(node.job_id, refusal.reason).inc()
-        self.core.announce(node.job_id)
+        self.core.announce(node.job_id, "work")

@@ -9,23 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import activation, budget, capacity, estimates, money, pricing, sight
+from app.fleet import activation, capacity, estimates, money, pricing, sight
+from app.fleet.accounts import Accounts
 from app.fleet.core import Core
 from app.fleet.leases import Choice, Leases
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.market import Market, Priced, matches
 from app.fleet.nodes import Nodes
+from app.fleet.purse import Room
+from app.fleet.spending import Spending
 from app.fleet.work import Work
 from app.protocol.base import usd
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
-from providers.base import Billing, ProviderError
+from providers.base import ProviderError
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,14 @@ class Controller:
     """Holds every job's pool at its target."""
 
     def __init__(
-        self, core: Core, market: Market, leases: Leases, nodes: Nodes, work: Work, lifecycle: Lifecycle
+        self,
+        core: Core,
+        market: Market,
+        leases: Leases,
+        nodes: Nodes,
+        work: Work,
+        lifecycle: Lifecycle,
+        accounts: Accounts,
     ) -> None:
         self.core = core
         self.market = market
@@ -46,6 +55,8 @@ class Controller:
         self.nodes = nodes
         self.work = work
         self.lifecycle = lifecycle
+        self.accounts = accounts
+        self.spending = Spending(core, accounts, nodes, lifecycle)
         self._deciding = asyncio.Lock()
         """From looking to the committed intents: two decisions at once would both fill the same gap."""
         self._patience = activation.Patience()
@@ -98,7 +109,7 @@ class Controller:
             for choice in choices:
                 self.market.forget(choice.offer)
             await self.leases.rent(job_id, choices, retire)
-        self.core.announce(job_id)
+        self.core.announce(job_id, "work")
 
     def _capacity(self, session: AsyncSession, seen: sight.Seen) -> capacity.Capacity:
         """Eq. 2 with what is measured, and what the pool delivers; kept for the API."""
@@ -145,10 +156,14 @@ class Controller:
     ) -> tuple[list[Choice], list[str]]:
         """Turn the pure decision into intents, drains and bids. Returns what to rent and what that retires."""
         now, job = self.core.clock(), seen.job
+        room = await self.accounts.room(session, self._bids)
+        if await self.spending.give_back(session, seen, room):
+            return [], []
         view = sight.job_view(seen)
         most = sight.trust(view, need.mu_target, self.core.settings.first_nodes)
         running = [sight.running(x, seen, view, now, most) for x in seen.usable if not x.retire_after]
-        offers = {p.offer.offer_id: p for p in ranked if not p.excluded}
+        wanted = [p for p in ranked if not p.excluded]
+        offers = {sight.key(p): p for p in wanted if not room.why_not(p.offer.provider, p.price.total)}
         market = [sight.candidate(p, most) for p in offers.values()]
         slots = job.max_nodes - (len(seen.usable) - len(running))
         policy = activation.Policy(
@@ -174,24 +189,29 @@ class Controller:
         for key, reason in decision.release:
             await self.nodes.retire(session, await session.get_one(Lease, key), reason)
         for key in decision.rebid:
-            self._rebid(session, await session.get_one(Lease, key))
-        choices = self._affordable(session, seen, [offers[c.key] for c in decision.rent])
-        if decision.rent and not choices and not seen.usable and not any(LeaseState(x.state).open for x in seen.leases):
-            self._cannot_pay(session, seen, offers[decision.rent[0].key])
+            room = self._rebid(session, await session.get_one(Lease, key), room)
+        choices, left = self.spending.affordable(session, seen, [offers[c.key] for c in decision.rent], room)
+        if decision.rent and not choices and not seen.usable:
+            self.spending.cannot_pay(session, seen, offers[decision.rent[0].key])
+        short = planned + sum(min(c.mu, most) for c in choices) < need.mu_target * policy.rent_below
+        self.spending.hold(session, seen, wanted, choices, left, short and len(running) + len(choices) < slots)
         self._tell_shortage(session, seen, decision, need, bool(choices))
         # What is retired leaves once its replacement works; if that was not affordable, it stays.
         return choices, [key for key, _ in decision.retire] if choices else []
 
-    def _rebid(self, session: AsyncSession, lease: Lease) -> None:
-        """Raise the bid of a machine that is worth it; the new rate counts once the provider has accepted it."""
+    def _rebid(self, session: AsyncSession, lease: Lease, room: Room) -> Room:
+        """Raise the bid of a machine that is worth it; the new rate counts once the provider has accepted it.
+        Returns the room that is left."""
         bid = pricing.bid_for(lease.market_micros_h, None)
-        if self._bids.get(lease.id) == bid:
-            return
+        more = max(0, bid - lease.rate_micros_h)
+        if self._bids.get(lease.id) == bid or room.why_not(lease.provider, more):
+            return room
         self._bids[lease.id] = bid
         self.core.emit(
             session, lease.job_id, "bid_raised", f"{lease.gpu_name}: bid raised to ${usd(bid)}/h", lease=lease.id
         )
         self.leases.spawn(self._send_bid(lease.id, lease.provider, lease.instance_id or "", bid))
+        return room.plus(lease.provider, more)
 
     async def _send_bid(self, lease_id: str, provider: str, instance_id: str, bid: int) -> None:
         try:
@@ -206,36 +226,6 @@ class Controller:
             money.change_rate(
                 session, await session.get_one(Lease, lease_id), bid, self.core.clock(), self.core.metrics
             )
-
-    def _affordable(self, session: AsyncSession, seen: sight.Seen, wanted: Sequence[Priced]) -> list[Choice]:
-        """Of the wanted offers those that the budget's promise allows, one after the other."""
-        settings, now = self.core.settings, self.core.clock()
-        exposure = money.exposure(seen.job, seen.leases, now, settings.wind_down_seconds)
-        choices, extra = [], 0
-        for p in wanted:
-            held = replace(exposure, pending_micros_h=exposure.pending_micros_h + extra)
-            if not budget.can_rent(held, p.price.total, settings.min_lease_seconds):
-                self._tell_once(
-                    session, seen.job.id, "budget_holds",
-                    f"renting stops: ${usd(max(0, held.remaining))} of the budget are not committed, too little for "
-                    f"{p.offer.gpu_name} at ${usd(p.price.total)}/h",
-                )  # fmt: skip
-                break
-            extra += p.price.total
-            choices.append(Choice(p.offer, p.rate_micros_h, p.price.total, p.mu))
-        return choices
-
-    def _cannot_pay(self, session: AsyncSession, seen: sight.Seen, cheapest: Priced) -> None:
-        """Nothing runs and the budget can't pay for anything: the job is over."""
-        settings = self.core.settings
-        need = cheapest.price.total * (settings.min_lease_seconds + settings.wind_down_seconds) / 3600
-        left = money.exposure(seen.job, seen.leases, self.core.clock(), settings.wind_down_seconds).remaining
-        reason = (
-            f"the budget can't pay a node: ${usd(max(0, left))} is left, and {cheapest.offer.gpu_name} needs "
-            f"${usd(round(need))} to start, work and be given back"
-        )
-        outcome = JobStatus.BUDGET_EXHAUSTED if seen.job.step else JobStatus.FAILED
-        self.lifecycle.end(session, seen.job, outcome, reason)
 
     async def _retire_replaced(self, session: AsyncSession, seen: sight.Seen) -> None:
         """Leases whose replacements work are drained; those whose replacements failed stay."""

@@ -12,7 +12,7 @@ import hmac
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -24,6 +24,7 @@ from app.storage.objects import ObjectStore
 from providers.base import Provider
 
 log = logging.getLogger("echo2")
+Topic = Literal["work", "rollouts"]
 
 
 class Signals:
@@ -87,6 +88,8 @@ class Core:
     clock: Callable[[], float]
     metrics: Metrics
     signals: Signals = field(default_factory=Signals)
+    held: dict[str, str] = field(default_factory=dict)
+    """Job → why nothing more is rented for it, though it needs more: it waits, and nothing is wrong with it."""
     started_at: float = 0.0
     """When this process began: nobody is lost for silence while nobody listened."""
 
@@ -95,6 +98,11 @@ class Core:
         session.add(Event(job_id=job_id, at=self.clock(), kind=kind, message=message, data=data))
         log.info("%s %s %s", job_id or "-", kind, message)
 
-    def announce(self, job_id: str) -> None:
-        """Wake all who wait for news of this job: work requests, trajectory polls, event streams."""
-        self.signals.notify(f"job:{job_id}")
+    def announce(self, job_id: str, *topics: Topic) -> None:
+        """Wake who waits for news of this job: always its event streams, and those who wait for one of `topics`.
+
+        `work`: admission may let more out. `rollouts`: more were accepted. Waking everybody for everything would make
+        each commit cost a look at the database by every node that waits.
+        """
+        for name in ("job", *topics):
+            self.signals.notify(f"{name}:{job_id}")

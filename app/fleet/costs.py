@@ -59,9 +59,9 @@ class Costs:
 
     async def job(self, session: AsyncSession, job: Job) -> dict[str, Any]:
         """Money of one job, with its forecast."""
-        return {**await self.view(session, [job]), "forecast": forecast_view(await self.forecast(session, job))}
+        return {**await self.view(session, [job]), "forecast": forecast_view(await self.expect(session, job))}
 
-    async def forecast(self, session: AsyncSession, job: Job) -> forecast.Forecast:
+    async def expect(self, session: AsyncSession, job: Job) -> forecast.Forecast:
         """What to expect of the job."""
         leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
         exposure, status = self._exposure(job, leases), JobStatus(job.status)
@@ -84,23 +84,32 @@ class Costs:
 
     async def watch(self, job_id: str) -> None:
         """Tell once when the forecast crosses the budget, and once when it comes back."""
+        async with self.core.db.read() as session:
+            if await self._crossed(session, job_id) is None:
+                return
         async with self.core.db.write() as session:
-            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
-            if job.status not in FORETOLD:
+            crossed = await self._crossed(session, job_id)
+            if crossed is None:
                 return
-            expected = await self.forecast(session, job)
-            over = forecast.over_budget(expected, job.budget_micros, job.forecast_over)
-            if over == job.forecast_over or expected.cost is None:
-                return
-            job.forecast_over = over
+            job, expected = crossed
+            job.forecast_over = over = not job.forecast_over
             kind, word = ("forecast_over_budget", "over") if over else ("forecast_within_budget", "within")
             self.core.emit(
                 session, job_id, kind,
-                f"expected to cost ${usd(expected.cost)}, {word} the budget of ${usd(job.budget_micros)}: "
+                f"expected to cost ${usd(expected.cost or 0)}, {word} the budget of ${usd(job.budget_micros)}: "
                 f"{expected.basis}",
                 **forecast_view(expected),
             )  # fmt: skip
         self.core.announce(job_id)
+
+    async def _crossed(self, session: AsyncSession, job_id: str) -> tuple[Job, forecast.Forecast] | None:
+        """The job and its forecast, if that lies on the other side of the budget than was told last."""
+        job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+        if job.status not in FORETOLD:
+            return None
+        expected = await self.expect(session, job)
+        over = forecast.over_budget(expected, job.budget_micros, job.forecast_over)
+        return None if over == job.forecast_over else (job, expected)
 
     def _exposure(self, job: Job, leases: Sequence[Lease]) -> budget.Exposure:
         return money.exposure(job, leases, self.core.clock(), self.core.settings.wind_down_seconds)

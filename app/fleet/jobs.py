@@ -122,7 +122,7 @@ class Jobs:
                 told.append(f"max_nodes {job.max_nodes}")
             if told:
                 self.core.emit(session, job_id, "job_changed", "changed: " + ", ".join(told))
-        self.core.announce(job_id)
+        self.core.announce(job_id, "work")
         self.core.signals.notify("tick")
         return job
 
@@ -146,7 +146,7 @@ class Jobs:
                     raise Conflict(f"the job is {job.status}")
                 job.outcome = job.outcome or JobStatus.CANCELLED
                 self.lifecycle.move(session, job, JobStatus.DRAINING, "cancelled by its owner")
-        self.core.announce(job_id)
+        self.core.announce(job_id, "work")
         self.core.signals.notify("tick")
         return job
 
@@ -168,7 +168,7 @@ class Jobs:
                 raise Conflict(f"the job is {job.status}, not {' or '.join(s.value for s in fitting)}")
             if job.status in fitting:
                 self.lifecycle.move(session, job, status, reason)
-        self.core.announce(job_id)
+        self.core.announce(job_id, "work")
         self.core.signals.notify("tick")
         return job
 

@@ -80,7 +80,7 @@ class Learning:
                 + (f"; {back} groups are to be trained on again" if back else ""),
             )  # fmt: skip
             directives = self._directives(job)
-        self.core.announce(job_id)
+        self.core.announce(job_id, "work", "rollouts")
         self.core.signals.notify("tick")
         return directives
 
@@ -115,7 +115,7 @@ class Learning:
         """Accepted files with groups still to train on, oldest first; waits for news up to `wait_s`."""
         deadline = self.core.clock() + wait_s
         while True:
-            news = self.core.signals.subscribe(f"job:{job_id}")
+            news = self.core.signals.subscribe(f"rollouts:{job_id}")
             async with self.core.db.read() as session:
                 job = await self._job(session, job_id)
                 self._fence(job, epoch)
@@ -172,7 +172,7 @@ class Learning:
                 if report.version == 0:
                     self.core.emit(session, job_id, "published", f"v0: {report.bytes} bytes in {report.chunks} chunks")
             directives = self._directives(job)
-        self.core.announce(job_id)
+        self.core.announce(job_id, "work")
         return directives
 
     async def step(self, job_id: str, epoch: int, report: StepReport) -> LearnerDirectives:
@@ -185,7 +185,7 @@ class Learning:
                 raise Conflict(f"step {report.step} does not follow step {job.step}")
             await self._count_step(session, job, report)
             directives = self._directives(job)
-        self.core.announce(job_id)
+        self.core.announce(job_id, "work")
         if report.step == 1 or directives.command == "finish":
             self.core.signals.notify("tick")
         return directives

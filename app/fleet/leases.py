@@ -19,6 +19,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import bootstrap, money
+from app.fleet.accounts import Accounts
 from app.fleet.core import Core
 from app.protocol.base import usd
 from app.storage.models import Cooldown, Job, Lease, LeaseState
@@ -54,8 +55,9 @@ def token_hash(token: str) -> str:
 class Leases:
     """Acts on providers for the controller."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, accounts: Accounts) -> None:
         self.core = core
+        self.accounts = accounts
         self.creating: set[str] = set()
         """Leases whose create call is under way in this process: not to be settled by a listing meanwhile."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -166,13 +168,18 @@ class Leases:
         elif result.doomed_id is not None:
             self.exists(session, lease, result.doomed_id)
             self.request_release(session, lease, f"refused, but an instance was made: {result.error}")
-            await self.cool_down(session, lease, f"refused: {result.error}")
+            await self._blame(session, lease, result.error)
         else:
             self.move(lease, LeaseState.REFUSED, f"{result.error}")
             self.core.emit(
                 session, lease.job_id, "lease_refused", f"offer {lease.offer_id}: {result.error}", lease=lease.id
             )
-            await self.cool_down(session, lease, f"refused: {result.error}")
+            await self._blame(session, lease, result.error)
+
+    async def _blame(self, session: AsyncSession, lease: Lease, error: ProviderError | None) -> None:
+        """The account, if the refusal tells of it; else the machine."""
+        if not await self.accounts.refused(session, lease.provider, error):
+            await self.cool_down(session, lease, f"refused: {error}")
 
     def move(self, lease: Lease, state: LeaseState, reason: str) -> None:
         """Change the state, with reason and since-when."""

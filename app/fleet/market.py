@@ -7,7 +7,7 @@ an offer was fetched overrides the offer's price.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,14 +134,14 @@ class Market:
             (c.provider, c.machine_id): c.reason
             for c in await session.scalars(select(Cooldown).where(Cooldown.until > now))
         }
-        out = []
+        out, price = [], pricer(view)
         for name in names:
             if name not in self.core.providers:
                 continue
             shelf = self._shelves.get((name, self.billing(name, view.spec.fleet.interruptible)), Shelf())
             for offer in shelf.offers:
                 current = _with_spot_price(offer, prices)
-                priced = price_offer(current, view)
+                priced = price(current)
                 cooled = cooling.get((name, offer.machine_id))
                 out.append(replace(priced, excluded=f"cooling down: {cooled}") if cooled else priced)
         return sorted(out, key=lambda p: (bool(p.excluded), p.rho, p.offer.offer_id))
@@ -164,8 +164,25 @@ def _with_spot_price(offer: Offer, prices: Sequence[SpotPrice]) -> Offer:
     return offer
 
 
+def pricer(view: JobView) -> Callable[[Offer], Priced]:
+    """`price_offer` for many offers of one look: what is expected of a GPU is worked out once. Pure."""
+    guesses: dict[tuple[str, int], Estimate] = {}
+
+    def price(offer: Offer) -> Priced:
+        kind = (offer.gpu_name, offer.num_gpus)
+        if kind not in guesses:
+            guesses[kind] = estimate(prior(*kind, view.load), offer.gpu_name, view.measured)
+        return _price(offer, view, guesses[kind])
+
+    return price
+
+
 def price_offer(offer: Offer, view: JobView) -> Priced:
     """Effective price and throughput of an offer for a job, and whether the job's filters let it in. Pure."""
+    return pricer(view)(offer)
+
+
+def _price(offer: Offer, view: JobView, guess: Estimate) -> Priced:
     fleet = view.spec.fleet
     cap = micros(fleet.max_price_per_hour) if fleet.max_price_per_hour is not None else None
     spot = offer.billing is Billing.SPOT_BID
@@ -183,15 +200,13 @@ def price_offer(offer: Offer, view: JobView) -> Priced:
         startup_s=view.startup_s,
         life_h=life,
     )
-    guess = estimate(prior(offer.gpu_name, offer.num_gpus, view.load), offer.gpu_name, view.measured)
     mu = pricing.effective_throughput(guess.mu, offer.reliability, fleet.interruptible)
     return Priced(offer, rate, price, guess, mu, _excluded(offer, view.spec, rate, cap))
 
 
 def _excluded(offer: Offer, spec: JobSpec, rate: int, cap: int | None) -> str:
     fleet = spec.fleet
-    names = {n.replace("_", " ") for n in fleet.gpu_names}
-    if names and offer.gpu_name.replace("_", " ") not in names:
+    if fleet.gpu_names and _plain(offer.gpu_name) not in map(_plain, fleet.gpu_names):
         return f"gpu_names does not name {offer.gpu_name}"
     if offer.reliability < fleet.min_reliability:
         return f"reliability {offer.reliability:.3f} < min_reliability {fleet.min_reliability}"
@@ -200,3 +215,7 @@ def _excluded(offer: Offer, spec: JobSpec, rate: int, cap: int | None) -> str:
     if offer.max_duration_s is not None and offer.max_duration_s < MIN_LIFE_H * 3600:
         return "the host ends the contract too soon"
     return ""
+
+
+def _plain(gpu_name: str) -> str:
+    return gpu_name.replace("_", " ")

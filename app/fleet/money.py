@@ -112,17 +112,23 @@ def total_spent(leases: Iterable[Lease], now: float) -> int:
 
 
 def exposure(job: Job, leases: Sequence[Lease], now: float, wind_down_s: float) -> Exposure:
-    """The job's money now. A lease whose fate is unknown counts with all that it may cost.
+    """The job's money now.
 
     A job that drains has used a part of the time that was kept back for it.
     """
     if job.status == JobStatus.DRAINING:
         wind_down_s = max(0.0, wind_down_s - (now - job.status_since))
+    return exposure_of(leases, now, budget=job.budget_micros, wind_down_s=wind_down_s)
+
+
+def exposure_of(leases: Sequence[Lease], now: float, *, budget: int, wind_down_s: float, before: int = 0) -> Exposure:
+    """The money of these leases, and of others that are over and cost `before`. A lease whose fate is unknown counts
+    with all that it may cost."""
     live = [x for x in leases if LeaseState(x.state).open and x.ended_at is None]
     unclear = {LeaseState.INTENT, LeaseState.UNKNOWN}
     return Exposure(
-        budget=job.budget_micros,
-        spent=total_spent(leases, now),
+        budget=budget,
+        spent=before + total_spent(leases, now),
         burn_micros_h=sum(x.effective_micros_h for x in live if x.state not in unclear),
         pending_micros_h=sum(x.effective_micros_h for x in live if x.state in unclear),
         wind_down_s=wind_down_s,

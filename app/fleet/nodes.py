@@ -210,7 +210,7 @@ class Nodes(Roster):
             self.leases.request_release(
                 session, lease, lease.reason if node.drain else f"its node left: {leave.reason}"
             )
-        self.core.announce(node.job_id)
+        self.core.announce(node.job_id, "work")
         self.core.signals.notify("tick")
 
     async def report(self, node_id: str, report: Report) -> None:

@@ -14,8 +14,11 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.fleet import money
+from app.fleet.accounts import Accounts
+from app.fleet.bills import Bills
 from app.fleet.controller import Controller
 from app.fleet.core import Core
+from app.fleet.costs import Costs
 from app.fleet.leases import Leases
 from app.fleet.reconcile import Reconciler
 from app.fleet.stored import StoredSnapshots
@@ -34,8 +37,19 @@ KEEP_PRICES_S = 7 * 24 * 3600.0
 class Loop:
     """The clockwork of the control service."""
 
-    def __init__(self, core: Core, controller: Controller, leases: Leases, reconciler: Reconciler) -> None:
+    def __init__(
+        self,
+        core: Core,
+        controller: Controller,
+        leases: Leases,
+        reconciler: Reconciler,
+        accounts: Accounts,
+        bills: Bills,
+    ) -> None:
         self.core = core
+        self.accounts = accounts
+        self.bills = bills
+        self.costs = Costs(core)
         self.controller = controller
         self.leases = leases
         self.reconciler = reconciler
@@ -79,11 +93,15 @@ class Loop:
         """Reconcile where it is due, act for every job, accrue."""
         async with self._one:
             await self._guarded("reconcile", self._reconcile())
+            await self._guarded("balances", self.accounts.check())
             await self._guarded("releases", self.leases.perform_releases())
             for job_id in await self._live_jobs():
                 await self._guarded(f"tick of {job_id}", self.controller.tick(job_id))
+                await self._guarded(f"forecast of {job_id}", self.costs.watch(job_id))
             await self._guarded("releases", self.leases.perform_releases())
             await self._guarded("ledger", self._accrue())
+            # A bill may have many pages; nothing waits for it.
+            self.leases.spawn(self._guarded("bills", self.bills.run()))
             self.last_round_at = self.core.clock()
 
     async def _releases(self) -> None:

@@ -56,10 +56,15 @@ def trust(view: JobView, target: float, first_nodes: int) -> float:
     return float("inf") if view.measured else target / first_nodes
 
 
+def key(priced: Priced) -> str:
+    """Names an offer among those of all providers."""
+    return f"{priced.offer.provider}:{priced.offer.offer_id}"
+
+
 def candidate(priced: Priced, most: float) -> activation.Candidate:
     """An offer as the decision sees it; it counts for at most `most`."""
-    offer = priced.offer
-    return activation.Candidate(offer.offer_id, offer.machine_id, priced.price.total, min(priced.mu, most))
+    machine = f"{priced.offer.provider}:{priced.offer.machine_id}"
+    return activation.Candidate(key(priced), machine, priced.price.total, min(priced.mu, most))
 
 
 def running(lease: Lease, seen: Seen, view: JobView, now: float, most: float) -> activation.Running:
@@ -78,7 +83,7 @@ def running(lease: Lease, seen: Seen, view: JobView, now: float, most: float) ->
     warned = lease.endangered_since is not None
     if warned:
         price = round(price * (1 + RISK))
-    one = activation.Candidate(lease.id, lease.machine_id, price, mu)
+    one = activation.Candidate(lease.id, f"{lease.provider}:{lease.machine_id}", price, mu)
     return activation.Running(one, active, now - lease.created_at, outbid or warned)
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import admission
 from app.fleet.commits import Commits
 from app.protocol.errors import NotFound
-from app.protocol.job import JobSpec, JobStatus
+from app.protocol.job import JobStatus
 from app.protocol.node import (
     NodeState,
     SnapshotUrls,
@@ -39,9 +39,9 @@ class Work(Commits):
     async def lease(self, node_id: str, request: WorkRequest) -> WorkAnswer:
         """Up to `max_items` groups, waiting up to `wait_s` until admission lets some out."""
         deadline = self.core.clock() + request.wait_s
+        job_id = await self._job_of(node_id)
         while True:
-            job_id = await self._job_of(node_id)
-            news = self.core.signals.subscribe(f"job:{job_id}")
+            news = self.core.signals.subscribe(f"work:{job_id}")
             answer = await self._try_lease(node_id, request)
             left = deadline - self.core.clock()
             if answer.items or left <= 0:
@@ -85,7 +85,7 @@ class Work(Commits):
             return 0, "this node drains"
         if job.published_version is None or request.policy_version > job.published_version:
             return 0, f"version {request.policy_version} is not published"
-        spec = JobSpec.model_validate(job.spec)
+        batch = job.spec["batch"]
         ahead = await session.scalar(
             select(func.count())
             .select_from(WorkItem)
@@ -95,7 +95,7 @@ class Work(Commits):
             step=job.step,
             version=request.policy_version,
             staleness=job.staleness_budget,
-            prompts=spec.batch.prompts,
+            prompts=batch["prompts"],
             ahead=ahead or 0,
         )
         if count == 0:
@@ -106,8 +106,8 @@ class Work(Commits):
             )
         share = admission.share(
             t_train=job.t_train,
-            group_size=spec.batch.group_size,
-            prompts=spec.batch.prompts,
+            group_size=batch["group_size"],
+            prompts=batch["prompts"],
             node_rate=node.mu_measured,
         )
         return min(count, share, request.max_items), ""
@@ -124,23 +124,24 @@ class Work(Commits):
                 .limit(count)
             )
         )
-        spec, size = JobSpec.model_validate(job.spec), job.train_prompts or 1
+        seed, size = int(job.spec["seed"]), job.train_prompts or 1
         for ordinal in range(job.next_ordinal, job.next_ordinal + count - len(pending)):
             item = WorkItem(
                 id=f"{job.id}-{ordinal}",
                 job_id=job.id,
                 ordinal=ordinal,
-                prompt_index=admission.prompt_at(spec.seed, ordinal, size),
-                seed=admission.item_seed(spec.seed, ordinal),
+                prompt_index=admission.prompt_at(seed, ordinal, size),
+                seed=admission.item_seed(seed, ordinal),
                 status=ItemStatus.PENDING,
                 attempts=0,
             )
             session.add(item)
             pending.append(item)
             job.next_ordinal = ordinal + 1
-        rate = node.mu_measured / spec.batch.group_size if node.mu_measured else None
+        batch = job.spec["batch"]
+        rate = node.mu_measured / batch["group_size"] if node.mu_measured else None
         seconds = admission.lease_deadline(
-            t_train=job.t_train, prompts=spec.batch.prompts, items=len(pending), node_rate_groups_s=rate
+            t_train=job.t_train, prompts=batch["prompts"], items=len(pending), node_rate_groups_s=rate
         )
         for item in pending:
             item.status, item.node_id, item.leased_version = ItemStatus.LEASED, node.id, version

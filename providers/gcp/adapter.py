@@ -17,6 +17,7 @@ from pathlib import Path
 from providers.base import (
     BadRequest,
     Balance,
+    Billing,
     CapabilityError,
     Caps,
     Charge,
@@ -96,7 +97,13 @@ class Gcp:
     def caps(self) -> Caps:
         """Spot at the price in force, no bids, traffic out is billed, and the bill comes afterwards."""
         return Caps(
-            spot=True, change_bid=False, bandwidth_billed=True, idempotency_key=True, list_page=500, prepaid=False
+            spot=True,
+            change_bid=False,
+            bandwidth_billed=True,
+            idempotency_key=True,
+            list_page=500,
+            prepaid=False,
+            spot_billing=Billing.SPOT_MARKET,
         )
 
     def _report(self, call: str, outcome: str) -> None:

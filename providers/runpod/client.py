@@ -38,6 +38,7 @@ class Http:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._name = name
+        self._key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}", "Accept": "application/json"}
         self._on_request = on_request
         self._sleep = sleep
@@ -72,7 +73,14 @@ class Http:
     ) -> httpx.Response:  # fmt: skip
         """One request; raises httpx.TransportError."""
         await self.turn(call)
-        return await self.client.request(method, path, json=body, params=params, headers=self.headers())
+        return self._veiled(await self.client.request(method, path, json=body, params=params, headers=self.headers()))
+
+    def _veiled(self, response: httpx.Response) -> httpx.Response:
+        """The answer without our key, should it repeat it: what it says ends in errors, logs and events."""
+        if not self._key or self._key not in response.text:
+            return response
+        text, status = response.text.replace(self._key, "…"), response.status_code
+        return httpx.Response(status, text=text, request=response.request)
 
     def error(self, call: str, response: httpx.Response) -> ProviderError:
         """The typed error of a refusal; a 429 holds the next call of its kind back."""

@@ -20,7 +20,7 @@ COMMAND_S = 60.0
 _AUTH = re.compile(r"permission denied|too many authentication failures|host key verification failed|no such identity",
                    re.IGNORECASE)  # fmt: skip
 _UNREACHED = re.compile(
-    r"could not resolve|connection refused|no route to host|network is unreachable|connect to \S+ port \d+"
+    r"could not resolve|connection refused|no route to host|network is unreachable|connect to (?:host )?\S+ port \d+"
     r"|connection timed out during banner exchange",
     re.IGNORECASE,
 )

@@ -56,7 +56,14 @@ class Http:
         """One request; raises httpx.TransportError."""
         await self._intervals.wait(call)
         headers = {"Authorization": f"Bearer {self._key}", "Accept": "application/json"}
-        return await self.client.request(method, path, json=body, params=params, headers=headers)
+        return self._veiled(await self.client.request(method, path, json=body, params=params, headers=headers))
+
+    def _veiled(self, response: httpx.Response) -> httpx.Response:
+        """The answer without our key, should it repeat it: what it says ends in errors, logs and events."""
+        if not self._key or self._key not in response.text:
+            return response
+        text, status = response.text.replace(self._key, "…"), response.status_code
+        return httpx.Response(status, text=text, request=response.request)
 
     def error(self, call: str, response: httpx.Response) -> ProviderError:
         """The typed error of a refusal; a 429 holds the next call of its kind back."""

@@ -101,7 +101,15 @@ class FakeProvider:
     listing_lag_s: float = 0.0
     outcomes: deque[Outcome] = field(default_factory=deque)
     """What the next create calls do; `created` when empty."""
+    refusal: ProviderError = field(default_factory=lambda: OfferGone("somebody else has it"))
+    """What `refuse` says."""
     billed_factor: float = 1.0
+    credit: int | ProviderError = 1_000_000_000
+    """Micro-dollars in the account, or what the balance call raises."""
+    bill_factor: float | None = None
+    """Its bill as a multiple of what things really cost; None for a provider without a bill."""
+    bill_lag_s: float = 0.0
+    bills_read: int = 0
     list_error: ProviderError | None = None
     incomplete: bool = False
     release_failures: int = 0
@@ -205,7 +213,7 @@ class FakeProvider:
         outcome = self.outcomes.popleft() if self.outcomes else "created"
         machine = next(m for m in self.machines if m.machine_id == offer.machine_id)
         if outcome == "refuse":
-            return RentResult("refused", error=OfferGone("somebody else has it"))
+            return RentResult("refused", error=self.refusal)
         if outcome == "unknown_nothing":
             return RentResult("unknown", error=Transient("the connection broke"))
         if outcome == "die_before":
@@ -285,12 +293,29 @@ class FakeProvider:
         return ""
 
     async def balance(self) -> Balance:
-        """Plenty."""
-        return Balance(1_000_000_000)
+        """What the switch says."""
+        if isinstance(self.credit, ProviderError):
+            raise self.credit
+        return Balance(self.credit)
 
     async def charges(self, since: datetime) -> Sequence[Charge]:
-        """No bill."""
-        return []
+        """A GPU and a disk line for each instance, as far as the bill reaches."""
+        self.bills_read += 1
+        if self.bill_factor is None:
+            return []
+        reach, out = self.clock() - self.bill_lag_s, []
+        for r in self.rented.values():
+            end = min(reach, r.gone_at if r.gone_at is not None else reach)
+            begin, until = datetime.fromtimestamp(r.created_at, UTC), datetime.fromtimestamp(end, UTC)
+            gpu = r.rate_micros_h * min(r.gpu_seconds(self.clock()), max(0.0, end - r.runs_at)) / 3600
+            disk = DISK_MICROS_GB_MONTH * r.disk_gb / 720 * max(0.0, end - r.created_at) / 3600
+            if until >= since:
+                out.append(
+                    Charge(self.name, r.instance_id, r.label, "gpu", round(gpu * self.bill_factor), begin, until)
+                )
+                # Some bills know ids only.
+                out.append(Charge(self.name, r.instance_id, "", "disk", round(disk * self.bill_factor), begin, until))
+        return out
 
     async def _no_notices(self) -> AsyncIterator[Notice]:
         none: list[Notice] = []

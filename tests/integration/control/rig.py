@@ -25,6 +25,7 @@ from app.protocol.trajectory import Rollout, encode
 from app.settings import Settings
 from app.storage.models import Event, Job, Lease, LedgerEntry, Node
 from app.storage.models import WorkItem as WorkItemRow
+from providers.base import Provider
 from tests.integration.control.fake_provider import FakeProvider, Machine, Rented
 
 ADMIN_KEY = "ek_admin"
@@ -111,6 +112,8 @@ class World:
     svc: Services = field(init=False)
     http: httpx.AsyncClient = field(init=False)
     supervisors: list[FakeSupervisor] = field(default_factory=list)
+    others: Sequence[Provider] = ()
+    """Further providers, by their own names."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def settings(self) -> Settings:
@@ -141,7 +144,10 @@ class World:
             return self.supervisors[-1]
 
         self.svc = build_services(
-            settings, providers={"marketplace": self.provider}, clock=self.clock, supervisor=supervise
+            settings,
+            providers={p.name: p for p in (self.provider, *self.others)},
+            clock=self.clock,
+            supervisor=supervise,
         )
         self.app = create_app(settings, services=self.svc, loop=False)
         self._stack = AsyncExitStack()
@@ -256,10 +262,12 @@ class World:
 
 
 @asynccontextmanager
-async def world(state_dir: Path, database_url: str, provider: FakeProvider, **options: Any) -> AsyncIterator[World]:
+async def world(
+    state_dir: Path, database_url: str, provider: FakeProvider, *, others: Sequence[Provider] = (), **options: Any
+) -> AsyncIterator[World]:
     """A running world; ended at the end."""
     assert isinstance(provider.clock, FakeClock)
-    made = World(state_dir, database_url, provider, provider.clock, options)
+    made = World(state_dir, database_url, provider, provider.clock, options, others=others)
     await made.start()
     try:
         yield made

@@ -1,4 +1,4 @@
-"""Notifications: what happens to a job is told to the address that its owner named, signed, in order, once it answers."""
+"""Notifications: what happens to a job is told to the address its owner named: signed, in order, until it is taken."""
 
 from __future__ import annotations
 
@@ -203,7 +203,9 @@ async def receiver() -> AsyncIterator[tuple[str, list[bytes]]]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        size = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+        size = next(
+            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+        )
         requests.append(head + await reader.readexactly(size))
         writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
         await writer.drain()

@@ -57,7 +57,8 @@ async def test_every_machine_is_a_spot_vm_that_ends_itself() -> None:
 @pytest.mark.parametrize("label", ["echo2:Fleet:lease_1:1", "echo2:ü:l:1", "e" * 256, "A B"])
 def test_the_exact_label_is_kept_where_googles_letters_do_not_allow_it(label: str) -> None:
     offer = base.Offer(
-        "gcp", "us-central1-a/g2-standard-8", "m", "L4", 1, 1, Billing.SPOT_MARKET, 1, 1, 1, 0, 0, 0, 1, "", None, 0, 9, NOW
+        "gcp", "us-central1-a/g2-standard-8", "m", "L4", 1, 1, Billing.SPOT_MARKET, 1, 1, 1, 0, 0, 0, 1, "", None, 0, 9,
+        NOW,
     )  # fmt: skip
     body = insert_body(offer, replace(SPEC, label=label), SHAPE)
     assert re.fullmatch(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?", body["name"])

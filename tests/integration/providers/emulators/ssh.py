@@ -90,7 +90,7 @@ class SshEmulator:
     def down(self, host: str, is_down: bool = True) -> None:
         """Switch a machine off, or on."""
         path = self.root / f"down-{host}"
-        path.touch() if is_down else path.unlink()
+        path.touch() if is_down else path.unlink(missing_ok=True)
 
     def home(self, host: str) -> Path:
         """The machine's home folder."""

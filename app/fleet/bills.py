@@ -1,0 +1,170 @@
+"""Our ledger against what providers say that they bill.
+
+Invariant: a bill is compared with the ledger of the very lease that it names; of one that is not complete only what is
+too much already counts; each difference is told once, and again only when its size changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import and_, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import money
+from app.fleet.core import Core
+from app.protocol.base import usd
+from app.storage.models import Lease, LeaseState, ProviderBill
+from providers.base import Charge, ProviderError
+
+log = logging.getLogger(__name__)
+
+SHARE, AMOUNT = 0.01, 50_000
+"""A difference above 1 % of the bill, or above 5 cents, is told."""
+NOISE = 1_000
+"""A tenth of a cent is rounding, and the seconds between a destroy call and its effect."""
+SLACK_S = 120.0
+"""A bill that reaches to within this of a lease's end is complete."""
+FINAL_S = 6 * 3600.0
+"""So long after a lease's end its bill is taken as complete, whatever it says."""
+GIVE_UP_S = 48 * 3600.0
+"""So long after a lease's end no bill that names it is waited for."""
+AGAIN_S = 300.0
+"""A provider that did not answer is asked again after this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Billed:
+    """A lease's lines of the bill, added up."""
+
+    micros: int
+    through: float
+
+
+def matched(charges: Iterable[Charge], leases: Sequence[Lease]) -> dict[str, Billed]:
+    """Lease id → its bill: by label where a line has one, else by the instance's id. Lines of others are left out."""
+    by_label = {lease.label: lease.id for lease in leases}
+    by_instance = {lease.instance_id: lease.id for lease in leases if lease.instance_id}
+    sums: defaultdict[str, int] = defaultdict(int)
+    through: dict[str, float] = {}
+    for charge in charges:
+        found = by_label.get(charge.label) if charge.label else by_instance.get(charge.instance_id)
+        if found is None:
+            continue
+        sums[found] += charge.micros
+        through[found] = max(through.get(found, 0.0), charge.end.timestamp())
+    return {lease_id: Billed(total, through[lease_id]) for lease_id, total in sums.items()}
+
+
+def apart(bill: int, ledger: int) -> bool:
+    """Whether the difference is worth telling. Micro-dollars."""
+    difference = abs(bill - ledger)
+    return difference > NOISE and (difference > SHARE * bill or difference > AMOUNT)
+
+
+def news(bill: int, ledger: int, told: int | None) -> bool:
+    """Whether this difference is another one than was told last (`told`: bill less ledger then)."""
+    if not apart(bill, ledger):
+        return told is not None
+    return told is None or apart(bill, ledger + told)
+
+
+class Bills:
+    """Reads bills at every provider that has them."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._asked_at: dict[str, float] = {}
+        self._busy = False
+
+    async def run(self) -> None:
+        """Look at the bills of all providers where it is due: every `charges_seconds`, and when a lease has ended."""
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            for name in self.core.providers:
+                await self._provider(name)
+        finally:
+            self._busy = False
+
+    async def _provider(self, name: str) -> None:
+        now = self.core.clock()
+        async with self.core.db.read() as session:
+            leases = await self._open(session, name, now)
+            if not leases or not await self._due(session, name, now):
+                return
+        self._asked_at[name] = now
+        since = datetime.fromtimestamp(min(lease.created_at for lease in leases), UTC)
+        try:
+            charges = await self.core.providers[name].charges(since)
+        except ProviderError as error:
+            log.warning("bill of %s: %s", name, error)
+            self._asked_at[name] = now - self.core.settings.charges_seconds + AGAIN_S
+            return
+        bills = matched(charges, leases)
+        if bills:
+            async with self.core.db.write() as session:
+                await self._write_down(session, bills, now)
+
+    async def _due(self, session: AsyncSession, name: str, now: float) -> bool:
+        asked = self._asked_at.get(name)
+        if asked is None or now - asked >= self.core.settings.charges_seconds:
+            return True
+        ended = select(func.count()).where(
+            Lease.provider == name, Lease.state == LeaseState.RELEASED, Lease.state_since > asked
+        )
+        return bool(await session.scalar(ended))
+
+    @staticmethod
+    async def _open(session: AsyncSession, name: str, now: float) -> list[Lease]:
+        """Leases whose bill is not settled."""
+        hopeless = and_(Lease.ended_at.is_not(None), Lease.ended_at < now - GIVE_UP_S)
+        unread = and_(ProviderBill.lease_id.is_(None), or_(Lease.ended_at.is_(None), ~hopeless))
+        query = (
+            select(Lease)
+            .outerjoin(ProviderBill, ProviderBill.lease_id == Lease.id)
+            .where(Lease.provider == name, Lease.exists_since.is_not(None))
+            .where(or_(unread, ProviderBill.final.is_(False)))
+        )
+        return list(await session.scalars(query))
+
+    async def _write_down(self, session: AsyncSession, bills: Mapping[str, Billed], now: float) -> None:
+        for lease in await session.scalars(select(Lease).where(Lease.id.in_(list(bills)))):
+            billed = bills[lease.id]
+            row = await session.get(ProviderBill, lease.id)
+            if row is None:
+                row = ProviderBill(lease_id=lease.id, provider=lease.provider, final=False, reported_micros=None)
+                session.add(row)
+            row.micros, row.through, row.checked_at = billed.micros, billed.through, now
+            over = lease.state == LeaseState.RELEASED and lease.ended_at is not None
+            row.final = over and (
+                billed.through >= (lease.ended_at or 0.0) - SLACK_S or now - (lease.ended_at or 0.0) > FINAL_S
+            )
+            self._compare(session, lease, row, now)
+
+    def _compare(self, session: AsyncSession, lease: Lease, row: ProviderBill, now: float) -> None:
+        ledger = sum(money.spent(lease, now).values())
+        if not row.final and row.micros < ledger:
+            # The rest of the bill is still to come.
+            return
+        if not news(row.micros, ledger, row.reported_micros):
+            return
+        difference = row.micros - ledger
+        where = f"{lease.id} (instance {lease.instance_id} at {lease.provider})"
+        sums = f"the provider bills ${usd(row.micros)}, our ledger says ${usd(ledger)}"
+        if apart(row.micros, ledger):
+            row.reported_micros = difference
+            share = f" ({difference / row.micros:+.1%})" if row.micros else ""
+            kind, message = "bill_differs", f"{where}: {sums}, a difference of ${usd(difference)}{share}"
+        else:
+            row.reported_micros = None
+            kind, message = "bill_agrees", f"{where}: {sums}, which is the same again"
+        self.core.emit(
+            session, lease.job_id, kind, message,
+            lease=lease.id, bill_usd=usd(row.micros), ledger_usd=usd(ledger), difference_usd=usd(difference),
+        )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Between what the loop wants to rent and what may be paid: the job's budget, then the caps over all jobs.
+
+Invariant: nothing is rented that the budget's promise, a cap or a provider's credit forbids; a job whose budget can't
+pay for anything ends, one that a cap holds up waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import budget, money
+from app.fleet.accounts import Accounts
+from app.fleet.core import Core
+from app.fleet.leases import Choice
+from app.fleet.lifecycle import Lifecycle
+from app.fleet.market import Priced
+from app.fleet.nodes import Nodes
+from app.fleet.purse import Room
+from app.fleet.sight import Seen
+from app.protocol.base import usd
+from app.protocol.job import JobStatus
+from app.storage.models import Lease, LeaseState
+
+
+class Spending:
+    """Says what of the loop's wishes can be paid."""
+
+    def __init__(self, core: Core, accounts: Accounts, nodes: Nodes, lifecycle: Lifecycle) -> None:
+        self.core = core
+        self.accounts = accounts
+        self.nodes = nodes
+        self.lifecycle = lifecycle
+        self._told: set[str] = set()
+        """Jobs that were told that their budget stops them from renting."""
+
+    def affordable(
+        self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced], room: Room
+    ) -> tuple[list[Choice], Room]:
+        """Of the wanted offers those that budget and caps allow, one after the other, and the room left beside them."""
+        settings, now = self.core.settings, self.core.clock()
+        exposure = money.exposure(seen.job, seen.leases, now, settings.wind_down_seconds)
+        choices, extra = [], 0
+        for p in wanted:
+            held = replace(exposure, pending_micros_h=exposure.pending_micros_h + extra)
+            if not budget.can_rent(held, p.price.total, settings.min_lease_seconds):
+                self._budget_holds(session, seen, p, held.remaining)
+                break
+            if room.why_not(p.offer.provider, p.price.total):
+                continue
+            room = room.plus(p.offer.provider, p.price.total)
+            extra += p.price.total
+            choices.append(Choice(p.offer, p.rate_micros_h, p.price.total, p.mu))
+        if choices:
+            self._told.discard(seen.job.id)
+        return choices, room
+
+    def hold(
+        self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced], choices: Sequence[Choice], left: Room,
+        short: bool,
+    ) -> None:  # fmt: skip
+        """Tell once that caps or credit keep a job short of nodes, and once that they don't any more."""
+        chosen = {(c.offer.provider, c.offer.offer_id) for c in choices}
+        rest = [p for p in wanted if (p.offer.provider, p.offer.offer_id) not in chosen]
+        reasons = [left.why_not(p.offer.provider, p.price.total) for p in rest]
+        # An offer that could be had means that something else is waited for.
+        self.accounts.hold(session, seen.job.id, reasons[0] if short and reasons and all(reasons) else "")
+
+    def _budget_holds(self, session: AsyncSession, seen: Seen, p: Priced, remaining: int) -> None:
+        if seen.job.id not in self._told:
+            self._told.add(seen.job.id)
+            self.core.emit(
+                session, seen.job.id, "budget_holds",
+                f"renting stops: ${usd(max(0, remaining))} of the budget are not committed, too little for "
+                f"{p.offer.gpu_name} at ${usd(p.price.total)}/h",
+            )  # fmt: skip
+
+    def cannot_pay(self, session: AsyncSession, seen: Seen, cheapest: Priced) -> None:
+        """Nothing runs and the budget can't pay for anything: the job is over."""
+        if any(LeaseState(x.state).open for x in seen.leases):
+            return
+        settings = self.core.settings
+        need = cheapest.price.total * (settings.min_lease_seconds + settings.wind_down_seconds) / 3600
+        left = money.exposure(seen.job, seen.leases, self.core.clock(), settings.wind_down_seconds).remaining
+        reason = (
+            f"the budget can't pay a node: ${usd(max(0, left))} is left, and {cheapest.offer.gpu_name} needs "
+            f"${usd(round(need))} to start, work and be given back"
+        )
+        outcome = JobStatus.BUDGET_EXHAUSTED if seen.job.step else JobStatus.FAILED
+        self.lifecycle.end(session, seen.job, outcome, reason)
+
+    async def give_back(self, session: AsyncSession, seen: Seen, room: Room) -> bool:
+        """Keep the caps when money runs out or prices rise. True if the job has to give everything back."""
+        margin_s = self.core.settings.tick_seconds * 3
+        if room.used_up(margin_s):
+            reason = f"max_usd_total {usd(room.exposure.budget)} is used up" if room.exposure else ""
+            for lease in seen.usable:
+                await self.nodes.retire(session, lease, reason)
+            self.accounts.hold(session, seen.job.id, f"{reason}: everything is given back")
+            return True
+        await self._shed(session, seen, room)
+        await self._leave_dry(session, seen, room, margin_s)
+        return False
+
+    async def _shed(self, session: AsyncSession, seen: Seen, room: Room) -> None:
+        """Give back the dearest of this job until what stays is within the cap per hour again."""
+        excess = room.excess
+        for lease in sorted(seen.usable, key=_dearest):
+            if excess <= 0:
+                break
+            await self.nodes.retire(session, lease, f"prices rose above max_usd_per_hour {usd(room.per_hour or 0)}")
+            excess -= lease.effective_micros_h
+
+    async def _leave_dry(self, session: AsyncSession, seen: Seen, room: Room, margin_s: float) -> None:
+        """Give back in order what a provider would stop for want of credit before it is looked at again."""
+        settings = self.core.settings
+        horizon = margin_s + settings.wind_down_seconds + settings.reconcile_seconds
+        for lease in seen.usable:
+            if room.dry(lease.provider, horizon):
+                await self.nodes.retire(session, lease, f"the credit at {lease.provider} is nearly used up")
+
+
+def _dearest(lease: Lease) -> float:
+    """Most dollars for what it makes first."""
+    return -lease.effective_micros_h / max(lease.mu_prior, 1e-9)
