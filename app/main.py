@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from sqlalchemy import func, select
 
 from app import __version__
-from app.api import aws, fleet, health, hooks, jobs, keys, learner, middleware, nodes, objects, problems, sns
+from app.api import aws, fleet, health, hooks, jobs, keys, learner, ledger, middleware, nodes, objects, problems, sns
 from app.api.deps import Services
 from app.api.security import API_KEY, hash_key, new_key
 from app.fleet.accounts import Accounts
@@ -40,14 +40,14 @@ from app.fleet.scheduler import Loop
 from app.fleet.supervisor import Supervisor
 from app.fleet.views import Views
 from app.fleet.work import Work
-from app.settings import Settings, require_providers
+from app.markets import open_providers
+from app.settings import Settings
 from app.storage.database import Database
 from app.storage.models import ApiKey
 from app.storage.stores import open_store
 from app.tasks.registry import check_task
 from providers.base import Provider
 from providers.ec2.events import notice as ec2_event
-from providers.vastai import VastAI
 
 log = logging.getLogger("echo2")
 
@@ -82,25 +82,6 @@ def marketplace_key(settings: Settings) -> str:
     return Secrets(load_secret(settings)).derive("marketplace", "")
 
 
-def open_providers(settings: Settings, metrics: Metrics) -> dict[str, Provider]:
-    """The adapters that the settings name. Raises SettingsError for an unknown one, or one without its key."""
-    require_providers(settings, ("marketplace", "vastai"))
-    out: dict[str, Provider] = {}
-    for name in settings.providers:
-        if name == "marketplace":
-            out[name] = VastAI(
-                name,
-                settings.marketplace_url,
-                marketplace_key(settings),
-                interval_scale=0.0,
-                on_request=metrics.provider_request,
-            )
-        elif settings.vastai_api_key is not None:
-            key = settings.vastai_api_key.get_secret_value()
-            out[name] = VastAI(name, settings.vastai_url, key, on_request=metrics.provider_request)
-    return out
-
-
 def build_services(
     settings: Settings,
     *,
@@ -114,7 +95,11 @@ def build_services(
     core = Core(
         db=Database(settings.database_url),
         settings=settings,
-        providers=providers if providers is not None else open_providers(settings, metrics),
+        providers=(
+            providers
+            if providers is not None
+            else open_providers(settings, marketplace_key(settings), metrics.provider_request)
+        ),
         objects=open_store(
             settings.object_store_url,
             endpoint_url=settings.s3_endpoint_url,
@@ -212,7 +197,7 @@ def create_app(
     app.state.services = svc
     problems.install(app)
     middleware.install(app, limit_for=_limit(settings))
-    for module in (jobs, fleet, hooks, aws, nodes, learner, objects, keys, health):
+    for module in (jobs, fleet, ledger, hooks, aws, nodes, learner, objects, keys, health):
         app.include_router(module.router)
     return app
 

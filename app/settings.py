@@ -205,6 +205,10 @@ class Settings(BaseSettings):
     )
     vastai_url: HttpUrl = Field("https://console.vast.ai", description=_URL)
     vastai_api_key: Token | None = Field(None, description=f"a vast.ai API key, {_KEY}")
+    runpod_api_key: Token | None = Field(None, description=f"a RunPod API key, {_KEY}")
+    ec2_config: Folder | None = Field(None, description="a TOML file with region, image_id and more for EC2 spot")
+    gcp_config: Folder | None = Field(None, description="a TOML file with project, boot_image and more for GCP spot")
+    static_machines: Folder | None = Field(None, description="a TOML file that lists machines of your own")
     marketplace_url: HttpUrl = Field("http://127.0.0.1:8090", description=_URL)
     marketplace_api_key: Token | None = Field(None, description=f"the local marketplace's key, {_KEY}")
     marketplace_control: bool = Field(
@@ -292,6 +296,16 @@ class Settings(BaseSettings):
         return init_settings, env_settings, InitSettingsSource(settings_cls, _read_config())
 
 
+PROVIDER_NEEDS: Mapping[str, str] = {
+    "vastai": "vastai_api_key",
+    "runpod": "runpod_api_key",
+    "ec2": "ec2_config",
+    "gcp": "gcp_config",
+    "static": "static_machines",
+}
+"""Provider → the setting without which it can't be used."""
+
+
 def load_settings(**overrides: object) -> Settings:
     """The settings of this process. `overrides` (from command-line options) win over everything.
 
@@ -313,8 +327,10 @@ def require_providers(settings: Settings, known: Collection[str]) -> None:
     for name in settings.providers:
         if name not in known:
             raise SettingsError(f"ECHO2_PROVIDERS: there is no provider {name!r}; expected some of {sorted(known)}")
-    if "vastai" in settings.providers and settings.vastai_api_key is None:
-        raise SettingsError("ECHO2_VASTAI_API_KEY: is not set, but ECHO2_PROVIDERS names vastai; expected its API key")
+        needed = PROVIDER_NEEDS.get(name)
+        if needed is not None and getattr(settings, needed) is None:
+            expected = Settings.model_fields[needed].description
+            raise SettingsError(f"{_name(needed)}: is not set, but ECHO2_PROVIDERS names {name}; expected {expected}")
 
 
 def _own_url(host: str, port: int) -> str:

@@ -30,6 +30,18 @@ def wants_text(request: Request) -> bool:
     return _rank(accept, "text/plain") > _rank(accept, "application/json")
 
 
+def wants_csv(request: Request) -> bool:
+    """Whether to answer with a CSV file: `?format=csv`, or an Accept that prefers text/csv over JSON and text/plain.
+
+    To be asked before `wants_text`, which does not know the format.
+    """
+    wanted = request.query_params.get("format")
+    if wanted is not None:
+        return wanted == "csv"
+    accept = ",".join(request.headers.getlist("accept"))
+    return _rank(accept, "text/csv") > max(_rank(accept, "application/json"), _rank(accept, "text/plain"))
+
+
 def _rank(accept: str, media_type: str) -> tuple[float, int, int]:
     """Quality, how exactly the type is named, and minus its place in the header: larger is preferred (RFC 9110)."""
     kind = media_type.partition("/")[0]

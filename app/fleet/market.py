@@ -61,17 +61,19 @@ class JobView:
 
 def matches(selector: dict[str, Any], *, machine_id: str, offer_id: str, gpu_name: str, region: str) -> bool:
     """Whether a spot-price selector means this machine: all given fields must match; `{}` matches everything."""
+    kind = gpu_name.replace("_", " ")
     facts = {
-        "machine_id": machine_id,
-        "offer_id": offer_id,
-        "gpu_name": gpu_name.replace("_", " "),
-        "instance_type": gpu_name.replace("_", " "),
-        "region": region,
-        "zone": region,
+        "machine_id": {machine_id},
+        "offer_id": {offer_id},
+        "gpu_name": {kind},
+        # A cloud's machine is a type in a zone, `g5.xlarge/us-east-1a`.
+        "instance_type": {kind, machine_id.partition("/")[0]},
+        "region": {region, region.rstrip("abcdefghijklmnopqrstuvwxyz").removesuffix("-")},
+        "zone": {region},
     }
     names = ("gpu_name", "instance_type")
     wanted = {k: str(v).replace("_", " ") if k in names else str(v) for k, v in selector.items() if v is not None}
-    return all(facts[k] == v for k, v in wanted.items())
+    return all(v in facts[k] for k, v in wanted.items())
 
 
 @dataclass
@@ -112,8 +114,8 @@ class Market:
 
     def billing(self, provider: str, interruptible: bool) -> Billing:
         """How machines of this provider are paid for such a job."""
-        spot = interruptible and self.core.providers[provider].caps.spot
-        return Billing.SPOT_BID if spot else Billing.ON_DEMAND
+        caps = self.core.providers[provider].caps
+        return caps.spot_billing if interruptible and caps.spot else Billing.ON_DEMAND
 
     def troubles(self) -> dict[str, str]:
         """Provider → why its offers can't be had."""

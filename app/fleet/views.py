@@ -18,7 +18,7 @@ from app.fleet.costs import Costs
 from app.fleet.market import Priced
 from app.protocol.base import moment, usd
 from app.protocol.job import JobStatus
-from app.storage.models import Event, Job, Lease, LeaseState, Node, SnapshotRow, Step
+from app.storage.models import Event, Job, Lease, LeaseState, LedgerEntry, Node, SnapshotRow, Step
 
 
 def dropped_ratio(job: Job) -> float | None:
@@ -200,6 +200,20 @@ class Views:
             "mu_pool": row.mu_pool,
             "spent_usd": usd(row.spent_micros),
             "metrics": row.metrics,
+        }
+
+    @staticmethod
+    def entry(row: LedgerEntry) -> dict[str, Any]:
+        """One entry of the ledger."""
+        return {
+            "id": row.id,
+            "job_id": row.job_id,
+            "lease_id": row.lease_id,
+            "provider": row.provider,
+            "kind": row.kind,
+            "from": moment(row.start),
+            "to": moment(row.end),
+            "usd": usd(row.micros),
         }
 
     @staticmethod
