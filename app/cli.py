@@ -96,6 +96,24 @@ def demo(
     raise typer.Exit(run(steps=steps, plain=plain))
 
 
+@app.command()
+def reap(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be destroyed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Destroy what carries this fleet's label and has no live lease; works without the control service."""
+    from dataclasses import asdict
+
+    from app.reap import reap as run
+    from app.reap import status, text
+    from app.settings import load_settings
+
+    _logging("warning")
+    findings = asyncio.run(run(load_settings(), dry_run=dry_run))
+    print(json.dumps([asdict(f) for f in findings], indent=2) if as_json else text(findings))
+    raise typer.Exit(status(findings))
+
+
 def _call(method: str, path: str, body: Any = None, *, text: bool = False, **params: Any) -> Any:
     from app.client import call
 

@@ -27,8 +27,8 @@ SHARE, AMOUNT = 0.01, 50_000
 """A difference above 1 % of the bill, or above 5 cents, is told."""
 NOISE = 1_000
 """A tenth of a cent is rounding, and the seconds between a destroy call and its effect."""
-SLACK_S = 120.0
-"""A bill that reaches to within this of a lease's end is complete."""
+SLACK_S = 10.0
+"""A bill that reaches to within this of a lease's end reaches the end."""
 FINAL_S = 6 * 3600.0
 """So long after a lease's end its bill is taken as complete, whatever it says."""
 GIVE_UP_S = 48 * 3600.0
@@ -71,6 +71,18 @@ def news(bill: int, ledger: int, told: int | None) -> bool:
     if not apart(bill, ledger):
         return told is not None
     return told is None or apart(bill, ledger + told)
+
+
+def _final(lease: Lease, billed: Billed, before: ProviderBill | None, now: float) -> bool:
+    """Whether the bill of this lease will not change any more."""
+    if lease.state != LeaseState.RELEASED or lease.ended_at is None:
+        return False
+    if now - lease.ended_at > FINAL_S:
+        return True
+    # A line may cover an hour that is not counted to its end: what disagrees has to say the same twice.
+    agrees = not apart(billed.micros, sum(money.spent(lease, now).values()))
+    again = before is not None and before.checked_at >= lease.ended_at and before.micros == billed.micros
+    return billed.through >= lease.ended_at - SLACK_S and (agrees or again)
 
 
 class Bills:
@@ -137,14 +149,11 @@ class Bills:
         for lease in await session.scalars(select(Lease).where(Lease.id.in_(list(bills)))):
             billed = bills[lease.id]
             row = await session.get(ProviderBill, lease.id)
+            final = _final(lease, billed, row, now)
             if row is None:
-                row = ProviderBill(lease_id=lease.id, provider=lease.provider, final=False, reported_micros=None)
+                row = ProviderBill(lease_id=lease.id, provider=lease.provider, reported_micros=None)
                 session.add(row)
-            row.micros, row.through, row.checked_at = billed.micros, billed.through, now
-            over = lease.state == LeaseState.RELEASED and lease.ended_at is not None
-            row.final = over and (
-                billed.through >= (lease.ended_at or 0.0) - SLACK_S or now - (lease.ended_at or 0.0) > FINAL_S
-            )
+            row.micros, row.through, row.checked_at, row.final = billed.micros, billed.through, now, final
             self._compare(session, lease, row, now)
 
     def _compare(self, session: AsyncSession, lease: Lease, row: ProviderBill, now: float) -> None:

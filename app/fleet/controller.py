@@ -27,7 +27,7 @@ from app.protocol.base import usd
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
-from providers.base import ProviderError
+from providers.base import Billing, ProviderError
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +202,9 @@ class Controller:
     def _rebid(self, session: AsyncSession, lease: Lease, room: Room) -> Room:
         """Raise the bid of a machine that is worth it; the new rate counts once the provider has accepted it.
         Returns the room that is left."""
+        if lease.billing != Billing.SPOT_BID or lease.market_micros_h <= lease.rate_micros_h:
+            # Endangered for another reason than its bid: it stays as it is.
+            return room
         bid = pricing.bid_for(lease.market_micros_h, None)
         more = max(0, bid - lease.rate_micros_h)
         if self._bids.get(lease.id) == bid or room.why_not(lease.provider, more):

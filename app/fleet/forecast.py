@@ -121,7 +121,8 @@ def _to_the_stop_rule(course: Course, pace: _Pace | None, left: int | None, last
     return Forecast(
         ends_at=course.now + expected,
         cost=_cost(course, expected, rate),
-        low=min(_cost(course, expected, rate), _cost(course, least, cheap)),
+        # At best everything is given back at once.
+        low=min(_cost(course, expected, rate), _cost(course, least, cheap)) - course.wind_down,
         high=max(_cost(course, expected, rate), _cost(course, most, dear)),
         budget_lasts_until=lasts,
         basis=f"{basis}, ${rate / 1e6:.4g} an hour",

@@ -31,7 +31,8 @@ from app.protocol.learner import (
     TrajectoryPage,
     TrajectoryRef,
 )
-from app.storage.models import Evaluation, ItemStatus, Job, Lease, SnapshotRow, Step, Trajectory, WorkItem
+from app.protocol.node import NodeState
+from app.storage.models import Evaluation, ItemStatus, Job, Lease, Node, SnapshotRow, Step, Trajectory, WorkItem
 
 log = logging.getLogger(__name__)
 
@@ -206,12 +207,14 @@ class Learning:
         now = self.core.clock()
         leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
         rollouts = len(report.trained) * size
+        working = select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE)
+        active = list(await session.scalars(working))
         session.add(
             Step(
                 job_id=job.id, step=report.step, at=now, t_train=report.t_train, t_idle=report.t_idle,
                 reward=report.reward, rollouts=rollouts, dropped=len(report.dropped) * size,
                 lags={str(k): v for k, v in report.lags.items()}, metrics=report.metrics,
-                nodes=int(job.capacity.get("nodes_active") or 0), mu_pool=float(job.capacity.get("mu_pool") or 0.0),
+                nodes=len(active), mu_pool=sum(n.mu_measured or 0.0 for n in active),
                 spent_micros=money.total_spent(leases, now),
             )
         )  # fmt: skip

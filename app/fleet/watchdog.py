@@ -43,7 +43,10 @@ class Watchdog:
         verdict = judge(still, job.t_train)
         if verdict == "ok":
             return None
+        held = self.core.held.get(job.id)
         words = f"no step for {still:.0f} s; {await self._parts(session, job)}"
+        if held is not None:
+            words, verdict = f"{words}; renting is held up: {held}", "warn"
         if self._told.get(job.id) != job.step:
             self._told[job.id] = job.step
             self.core.emit(session, job.id, "no_progress", words)

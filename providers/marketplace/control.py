@@ -113,9 +113,9 @@ async def clear_faults(request: Request) -> Response:
 
 @router.get("/requests")
 async def requests(request: Request) -> Response:
-    """How often each call arrived, and creates by label and by ask."""
+    """How often each call arrived, creates by label and by ask, and how many calls suffered which fault."""
     seen: Requests = request.app.state.requests
     return JSONResponse({
         "calls": dict(seen.calls), "creates_by_label": dict(seen.creates_by_label),
-        "creates_by_ask": dict(seen.creates_by_ask),
+        "creates_by_ask": dict(seen.creates_by_ask), "faults": dict(request.app.state.faults.taken),
     })  # fmt: skip

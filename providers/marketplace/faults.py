@@ -5,6 +5,7 @@ Invariant: a fault is used up exactly once per call; without an order for it not
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ class Faults:
 
     def __init__(self) -> None:
         self.orders: list[Fault] = []
+        self.taken: Counter[str] = Counter()
+        """How many calls suffered which kind."""
 
     def add(self, body: dict[str, Any]) -> Fault:
         """Take an order {call, kind, count}. Refused when it names no such thing."""
@@ -61,6 +64,7 @@ class Faults:
                 fault.count -= 1
                 if fault.count == 0:
                     self.orders.remove(fault)
+                self.taken[fault.kind] += 1
                 return fault.kind
         return None
 

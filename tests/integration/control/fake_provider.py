@@ -109,6 +109,7 @@ class FakeProvider:
     bill_factor: float | None = None
     """Its bill as a multiple of what things really cost; None for a provider without a bill."""
     bill_lag_s: float = 0.0
+    bill_error: ProviderError | None = None
     bills_read: int = 0
     list_error: ProviderError | None = None
     incomplete: bool = False
@@ -301,6 +302,8 @@ class FakeProvider:
     async def charges(self, since: datetime) -> Sequence[Charge]:
         """A GPU and a disk line for each instance, as far as the bill reaches."""
         self.bills_read += 1
+        if self.bill_error is not None:
+            raise self.bill_error
         if self.bill_factor is None:
             return []
         reach, out = self.clock() - self.bill_lag_s, []
