@@ -1,0 +1,98 @@
+"""`echo2 demo`: a whole job on this machine, with a machine that dies and a price that moves.
+
+Invariant: it uses what every user has (the REST API, a signed webhook) and the marketplace's control side, nothing
+inside; every number of its summary is read from the service or from the marketplace's own books.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+
+from app.client import client, unwrap
+from app.demo.incidents import Incidents
+from app.demo.report import rerank_latency, show, summarise, verdict
+from app.demo.stage import FOLDER, Stage, free_port, service
+from app.protocol.errors import Unavailable
+from app.protocol.job import FINAL_STATUSES
+from app.watch import Feed, view
+
+DEADLINE_S = 900.0
+BUDGET = "2.00"
+
+
+def job_spec(steps: int) -> dict[str, Any]:
+    """The demo's job."""
+    return {
+        "name": "spell-backward",
+        "model": "tiny",
+        "task": {
+            "name": "reasoning_gym",
+            "params": {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5},
+        },
+        "budget_usd": BUDGET,
+        "stop": {"steps": steps},
+        "staleness_budget": 3,
+        "batch": {"prompts": 32, "group_size": 8},
+        "sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 8},
+        "learner": {"placement": "local", "learning_rate": 6e-4, "eval_every": 50, "eval_prompts": 1024},
+        "fleet": {"providers": ["marketplace"], "min_reliability": 0.9, "interruptible": True, "max_nodes": 5},
+        "seed": 0,
+    }
+
+
+def run(*, steps: int, plain: bool) -> int:
+    """Run the demo. Returns 0 only if the job succeeded and all promises were kept."""
+    console = Console()
+    stage = Stage(free_port(), free_port())
+    began = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(service(stage))
+        http = stack.enter_context(client(stage.control_url, stage.admin_key))
+        market = stack.enter_context(
+            httpx.Client(
+                base_url=stage.market_url,
+                headers={"Authorization": f"Bearer {stage.market_key}"},
+                timeout=10,
+                trust_env=False,
+            )
+        )
+        job = unwrap(http.post("/v1/jobs", json=job_spec(steps)))
+        incidents = Incidents(stage, market, steps)
+        feed = Feed(http, job["id"])
+        _follow(feed, incidents, console, plain)
+        summary = summarise(http, market, feed, job["id"], time.monotonic() - began)
+        latency = rerank_latency(feed.events, incidents)
+    (FOLDER / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    faults = verdict(summary)
+    show(console, summary, faults, incidents, latency)
+    return 1 if faults else 0
+
+
+def _follow(feed: Feed, incidents: Incidents, console: Console, plain: bool) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    live = None if plain or not console.is_terminal else Live(console=console, refresh_per_second=4)
+    shown = 0
+    with live or ExitStack():
+        while time.monotonic() < deadline:
+            job, fleet = feed.read()
+            incidents.update(job, fleet)
+            if live is not None:
+                live.update(view(job, fleet, feed.events))
+            else:
+                for event in feed.events[shown:]:
+                    console.print(
+                        f"step {job['step']:>3} {event['at'][11:19]} {event['kind']}: {event['message']}",
+                        highlight=False,
+                    )
+                shown = len(feed.events)
+            if job["status"] in FINAL_STATUSES:
+                return
+            time.sleep(0.5)
+    raise Unavailable(f"the demo did not end within {DEADLINE_S:.0f} s")
