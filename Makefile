@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint serve clean
+.PHONY: install demo test lint serve bench-activation bench-price-wave soak-providers study-staleness bench-broadcast clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,34 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Minutes a run. make study-staleness OUT=folder ARGS="--losses ppo_clip,dppo --staleness 1,6,11 --seeds 0 --steps 60"
+OUT ?= build/staleness
+study-staleness: install
+	$(BIN)/python -m bench.staleness --out $(OUT) $(ARGS)
+
+# What only benchmarks need, such as the solver that finds the exact optimum.
+BENCH_STAMP := $(VENV)/.bench
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+# How good and how fast the choice of machines is.
+bench-activation: $(BENCH_STAMP)
+	$(BIN)/python -m bench.activation
+
+# What following a market that swings costs.
+bench-price-wave: install
+	$(BIN)/python -m bench.price_wave
+
+# Lease lives with everything going wrong. LIVES=50 make soak-providers is a short run.
+LIVES ?= 1000
+soak-providers: install
+	$(BIN)/python -m bench.soak_providers --lives $(LIVES)
+
+# QUICK=1: N = 9 and the delta only. Needs root; without it only the delta is measured, and it says so.
+bench-broadcast: install
+	$(BIN)/python -m bench.broadcast $(if $(QUICK),--quick)
 
 clean:
 	rm -rf $(VENV) .venv-* .echo2 .demo build dist *.egg-info

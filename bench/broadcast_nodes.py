@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from app.protocol.errors import NotFound
 from app.protocol.node import SnapshotUrls
 from app.snapshots import Puller, Reader, Relay, Snapshot, SnapshotStore, Source, public_hex
-from bench.wan import use_cubic
+from bench.wan import use_congestion_control
 
 JOB, TOKEN, PORT = "bench", "bench-token", 7000
 Event = dict[str, Any]
@@ -43,6 +43,7 @@ class Role:
     uplink_mbps: float | None
     sources: Sequence[Source] = ()
     liar_from: int | None = None
+    congestion: str = "cubic"
 
 
 @dataclass
@@ -119,7 +120,7 @@ def learner(role: Role, commands: int, tell: Tell) -> None:
     store = _store(role)
     relay = Relay(store, token=TOKEN, host="0.0.0.0", port=PORT, uplink_bytes_per_s=_bytes_per_s(role.uplink_mbps))
     relay.run_in_thread()
-    use_cubic()
+    use_congestion_control(role.congestion)
     tell("ready")
     with os.fdopen(commands) as lines:
         for line in lines:
@@ -138,7 +139,7 @@ async def _node(role: Role, tell: Tell) -> None:
     store = _store(role)
     relay = Relay(store, token=TOKEN, host="0.0.0.0", port=PORT, uplink_bytes_per_s=_bytes_per_s(role.uplink_mbps))
     await relay.start()
-    use_cubic()
+    use_congestion_control(role.congestion)
 
     async def complete(snapshot: Snapshot) -> None:
         tell("have", version=snapshot.version, cpu=time.process_time(), bytes_from=puller.bytes_from)

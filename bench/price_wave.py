@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from app.fleet.activation import Candidate, Policy, Running, decide
+from app.fleet.market import Usual, average
 
 DAY_S = 24 * 3600.0
 TICK_S, BOOT_S = 10.0, 60.0
@@ -47,6 +48,7 @@ class Fleet:
     leaving: dict[str, list[str]] = field(default_factory=dict)
     """Lease → those that take its place once they work."""
     swaps: list[float] = field(default_factory=list)
+    usual: dict[str, Usual] = field(default_factory=dict)
     paid: float = 0.0
     """Micro-dollars."""
     short_s: float = 0.0
@@ -65,13 +67,14 @@ class Fleet:
             self.paid += sum(self.prices[x.machine](now) for x in self.leases.values()) * TICK_S / 3600
 
     def _decide(self, now: float) -> None:
+        self.usual = {m: average(self.usual.get(m), price(now), now) for m, price in self.prices.items()}
         running = [
-            Running(Candidate(key, x.machine, self.prices[x.machine](now), 1.0), now - x.since >= BOOT_S, now - x.since)
+            Running(self._candidate(key, x.machine, now), now - x.since >= BOOT_S, now - x.since)
             for key, x in self.leases.items()
             if key not in self.leaving
         ]
         taken = {x.machine for x in self.leases.values()}
-        market = [Candidate(f"o-{m}", m, price(now), 1.0) for m, price in self.prices.items() if m not in taken]
+        market = [self._candidate(f"o-{m}", m, now) for m in self.prices if m not in taken]
         decision = decide(running, market, float(NODES), SLOTS - len(self.leaving), self.policy)
         for key, _ in decision.release:
             del self.leases[key]
@@ -83,6 +86,12 @@ class Fleet:
         self.leaving |= {key: made for key, _ in decision.retire}
         self.swaps += [now] * (len(decision.retire) + len(decision.release))
 
+    def _candidate(self, key: str, machine: str, now: float) -> Candidate:
+        usual = self.usual[machine]
+        return Candidate(
+            key, machine, self.prices[machine](now), 1.0, round(usual.micros_h) if now > usual.since else None
+        )
+
 
 def wave(mean: float, phase: float) -> Price:
     """A sine around a mean."""
@@ -90,8 +99,8 @@ def wave(mean: float, phase: float) -> Price:
 
 
 def market(rng: random.Random) -> dict[str, Price]:
-    """Machines whose mean prices lie within ±8 % of each other."""
-    return {f"m{i}": wave(rng.uniform(276_000, 324_000), rng.random()) for i in range(MACHINES)}
+    """Machines whose mean prices lie within ±20 % of each other."""
+    return {f"m{i}": wave(rng.uniform(240_000, 360_000), rng.random()) for i in range(MACHINES)}
 
 
 def busiest(swaps: list[float]) -> int:

@@ -42,6 +42,8 @@ FAULTS = {
 }  # fmt: skip
 START_WAIT_S = 60.0
 END_WAIT_S = 300.0
+KILL_S = (6.0, 30.0)
+"""Seconds between two kills of the control side; starting takes it about three."""
 STUCK_S = 180.0
 """Seconds without any new instance after which the soak gives up."""
 FOREIGN = "somebody-else"
@@ -105,8 +107,9 @@ class Chaos:
             self.market.post("faults", {"call": call, "kind": self.rng.choice(FAULTS[call]), "count": 1})
         elif chance < 0.92:
             self._move_price()
-        elif self.dead and chance < 0.96:
-            self.market.post(f"machines/{self.dead.pop(0)}/revive")
+        elif chance < 0.97:
+            if self.dead:
+                self.market.post(f"machines/{self.dead.pop(0)}/revive")
         else:
             machine = 5000 + self.rng.randrange(MACHINES)
             self.market.post(f"machines/{machine}/kill")
@@ -206,10 +209,10 @@ def report(place: Place, state: Any, requests: Any, lives: int) -> dict[str, Any
 def storm(place: Place, market: Market, control: Child, rng: random.Random, lives: int) -> int:
     """Let things go wrong until there were enough lives; how often the control side was killed."""
     chaos, kills, seen, news = Chaos(market, rng), 0, 0, time.monotonic()
-    kill_at = time.monotonic() + rng.uniform(4.0, 12.0)
+    kill_at = time.monotonic() + rng.uniform(*KILL_S)
     while True:
         chaos.act()
-        time.sleep(rng.uniform(0.02, 0.2))
+        time.sleep(rng.uniform(0.05, 0.5))
         if control.code is not None:
             raise RuntimeError(
                 f"the control side ended by itself with status {control.code}; see {place.log('driver')}"
@@ -218,7 +221,7 @@ def storm(place: Place, market: Market, control: Child, rng: random.Random, live
             control.end(signal.SIGKILL)
             control.start()
             kills += 1
-            kill_at = time.monotonic() + rng.uniform(4.0, 12.0)
+            kill_at = time.monotonic() + rng.uniform(*KILL_S)
             count = len(ours(market.get("state")))
             if count > seen:
                 seen, news = count, time.monotonic()
@@ -266,6 +269,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None, help="keep everything here")
     options = parser.parse_args()
+    # Whoever ends this process means the others too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = options.folder or Path(tempfile.mkdtemp(prefix="echo2-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     figures = run(Place(folder.absolute()), options.lives, options.seed)

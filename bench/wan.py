@@ -10,6 +10,7 @@ import ctypes
 import os
 import shutil
 import socket
+import stat
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,6 @@ PREFIX = "e2wan"
 CLONE_NEWNET = 0x40000000
 COMMAND_TIMEOUT_S = 20.0
 SUBNET = "10.99.0"
-CONGESTION = b"cubic"
-"""What a rented machine has, whatever this one prefers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,10 @@ def missing() -> str:
 class Wan:
     """Hosts 0, 1, … with addresses `address(k)`. Use as a context manager; `enter(k)` moves a process into host k."""
 
-    def __init__(self, links: list[Link], folder: Path) -> None:
+    def __init__(self, links: list[Link], folder: Path, *, idle_restart: bool) -> None:
         self._links = links
         self._folder = folder
+        self._idle_restart = idle_restart
         self._names = [f"{PREFIX}{os.getpid()}-{k}" for k in range(len(links))]
         self._router: subprocess.Popen[str] | None = None
 
@@ -76,7 +76,8 @@ class Wan:
             raise OSError(ctypes.get_errno(), f"can't enter {self._names[host]}")
         os.close(namespace)
         # What one connection learnt of the path must not help the next case.
-        Path("/proc/sys/net/ipv4/tcp_no_metrics_save").write_text("1")
+        _set_ipv4("tcp_no_metrics_save", "1")
+        _set_ipv4("tcp_slow_start_after_idle", str(int(self._idle_restart)))
 
     def __enter__(self) -> Self:
         _sweep()
@@ -129,16 +130,21 @@ class Wan:
         self._router.stdin.flush()
 
 
-def use_cubic() -> None:
-    """Let the connections that this process's listening sockets accept use the common congestion control."""
-    for name in os.listdir("/proc/self/fd"):
+def use_congestion_control(name: str) -> None:
+    """Set it for the connections that this process's listening sockets will accept."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
         try:
-            listener = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
+            is_socket = stat.S_ISSOCK(os.fstat(fd).st_mode)
+        except OSError:  # the one that listed the folder
             continue
-        with listener:
-            if listener.family == socket.AF_INET and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION)
+        if is_socket:
+            with socket.socket(fileno=os.dup(fd)) as found:
+                if found.family == socket.AF_INET and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+
+
+def _set_ipv4(key: str, value: str) -> None:
+    Path(f"/proc/sys/net/ipv4/{key}").write_text(value)
 
 
 def _sweep() -> None:

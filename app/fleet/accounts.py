@@ -136,7 +136,8 @@ class Accounts:
         """What may still be rented over all jobs. `bids`: lease → a bid that was sent and is not listed yet."""
         settings = self.core.settings
         leases = list(await session.scalars(select(Lease).where(Lease.state.in_(OPEN_STATES))))
-        draining = set(await session.scalars(select(Node.lease_id).where(Node.drain.is_(True))))
+        leaving_nodes = select(Node.lease_id).where(Node.drain.is_(True), Node.lease_id.in_([x.id for x in leases]))
+        draining = set(await session.scalars(leaving_nodes))
         burns: dict[str, int] = {}
         staying = 0
         for lease in leases:

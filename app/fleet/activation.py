@@ -8,7 +8,7 @@ within `Policy.settle_s`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from app.fleet.cover import Candidate, cheapest_cover, prefix
 
@@ -137,9 +137,9 @@ def _swap(running: Sequence[Running], market: Sequence[Candidate], free: int, po
         cover = _replacement(r.candidate, market, max(1, free), share)
         if not cover:
             continue
-        cost = sum(c.price for c in cover)
-        saving_h = r.candidate.price - cost
-        switch = (r.candidate.price + cost) * policy.switch_s / 3600
+        cost, price = sum(_lasting(c) for c in cover), _at_best(r.candidate)
+        saving_h = price - cost
+        switch = (price + cost) * policy.switch_s / 3600
         if saving_h * policy.life_h <= switch:
             continue
         why = f"swapped for {len(cover)} cheaper: saves ${saving_h / 1e6:.4f}/h, the switch costs ${switch / 1e6:.4f}"
@@ -150,16 +150,29 @@ def _swap(running: Sequence[Running], market: Sequence[Candidate], free: int, po
     return Decision()
 
 
+def _lasting(offer: Candidate) -> int:
+    """What an offer will cost while it is held: a price below its usual one comes back."""
+    return offer.price if offer.usual is None else max(offer.price, offer.usual)
+
+
+def _at_best(old: Candidate) -> int:
+    """What a lease costs, if a price above its usual one comes back."""
+    return old.price if old.usual is None else min(old.price, old.usual)
+
+
 def _replacement(old: Candidate, market: Sequence[Candidate], slots: int, share: float) -> list[Candidate]:
-    """The cheapest machines that do as much as the old one and save that share of its price; none if there are none."""
-    limit = old.price * (1 - share)
-    cheap = [o for o in market if o.price <= limit and o.mu > 0]
+    """The cheapest machines that do as much as the old one and save that share of its price; none if there are none.
+
+    A saving counts only if it is there now and was there for a while.
+    """
+    limit = _at_best(old) * (1 - share)
+    cheap = {o.key: o for o in market if _lasting(o) <= limit and o.mu > 0}
     # No cover costs less than the best unit cost times the throughput: most machines need no search.
-    if not cheap or old.mu * min(o.price / min(o.mu, old.mu) for o in cheap) > limit:
+    if not cheap or old.mu * min(_lasting(o) / min(o.mu, old.mu) for o in cheap.values()) > limit:
         return []
-    cover = cheapest_cover(cheap, old.mu, slots)
+    cover = cheapest_cover([replace(o, price=_lasting(o)) for o in cheap.values()], old.mu, slots)
     covers = sum(c.mu for c in cover) >= old.mu * (1 - ROUNDING)
-    return cover if covers and sum(c.price for c in cover) <= limit else []
+    return [cheap[c.key] for c in cover] if covers and sum(c.price for c in cover) <= limit else []
 
 
 class Patience:

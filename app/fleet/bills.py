@@ -1,15 +1,16 @@
 """Our ledger against what providers say that they bill.
 
 Invariant: a bill is compared with the ledger of the very lease that it names; of one that is not complete only what is
-too much already counts; each difference is told once, and again only when its size changes.
+too much already counts; each difference is told once, and again only when its size changes. Once a bill is final, the
+ledger gets an entry with the difference: from then on both say the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from sqlalchemy import and_, func, or_, select
@@ -43,21 +44,23 @@ class Billed:
 
     micros: int
     through: float
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """The same by kind."""
 
 
 def matched(charges: Iterable[Charge], leases: Sequence[Lease]) -> dict[str, Billed]:
     """Lease id → its bill: by label where a line has one, else by the instance's id. Lines of others are left out."""
     by_label = {lease.label: lease.id for lease in leases}
     by_instance = {lease.instance_id: lease.id for lease in leases if lease.instance_id}
-    sums: defaultdict[str, int] = defaultdict(int)
+    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
     through: dict[str, float] = {}
     for charge in charges:
         found = by_label.get(charge.label) if charge.label else by_instance.get(charge.instance_id)
         if found is None:
             continue
-        sums[found] += charge.micros
+        sums[found][charge.kind] += charge.micros
         through[found] = max(through.get(found, 0.0), charge.end.timestamp())
-    return {lease_id: Billed(total, through[lease_id]) for lease_id, total in sums.items()}
+    return {lease_id: Billed(kinds.total(), through[lease_id], dict(kinds)) for lease_id, kinds in sums.items()}
 
 
 def apart(bill: int, ledger: int) -> bool:
@@ -155,6 +158,9 @@ class Bills:
                 session.add(row)
             row.micros, row.through, row.checked_at, row.final = billed.micros, billed.through, now, final
             self._compare(session, lease, row, now)
+            if final and lease.ended_at is not None and billed.through >= lease.ended_at - SLACK_S:
+                # What we could only guess (when a machine that nobody could see stopped) is known now.
+                money.settle(session, lease, billed.kinds, self.core.metrics)
 
     def _compare(self, session: AsyncSession, lease: Lease, row: ProviderBill, now: float) -> None:
         ledger = sum(money.spent(lease, now).values())

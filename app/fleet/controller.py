@@ -70,6 +70,7 @@ class Controller:
         await self.lifecycle.tick(job_id)
         seen = await self.observe(job_id)
         if seen.job.status not in LOOPING or seen.job.ready_at is None or seen.job.published_version is None:
+            self.core.held.pop(job_id, None)
             return
         names = seen.spec.fleet.providers or list(self.core.providers)
         await self.market.refresh(

@@ -37,6 +37,8 @@ class Candidate:
     machine: str
     price: int
     mu: float
+    usual: int | None = None
+    """Its price over the last hour or so, where that is known: what a swing of the moment says nothing about."""
 
     @property
     def rho(self) -> float:

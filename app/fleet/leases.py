@@ -23,7 +23,7 @@ from app.fleet.accounts import Accounts
 from app.fleet.core import Core
 from app.protocol.base import usd
 from app.storage.models import Cooldown, Job, Lease, LeaseState
-from providers.base import Billing, Instance, Offer, ProviderError, RentResult, RentSpec
+from providers.base import Billing, Instance, Offer, Phase, Provider, ProviderError, RentResult, RentSpec
 
 log = logging.getLogger(__name__)
 
@@ -238,11 +238,8 @@ class Leases:
     async def _release(self, lease: Lease) -> None:
         failure: ProviderError | None = None
         provider, instance_id = self.core.providers[lease.provider], lease.instance_id or ""
-        last: Instance | None = None
+        last = await self._last_look(provider, lease) if lease.gpu_since is None else None
         try:
-            if lease.gpu_since is None:
-                # No listing has shown its GPU yet; gone, it could not tell any more since when it was paid.
-                last = await provider.get(instance_id)
             await provider.release(instance_id)
         except ProviderError as error:
             failure = error
@@ -257,10 +254,21 @@ class Leases:
                     lease=row.id,
                 )  # fmt: skip
                 return
-            if last is not None and last.started_at is not None and row.gpu_since is None:
-                row.gpu_since = row.gpu_until = last.started_at.timestamp()
+            paid_since = last.started_at if last is not None and last.phase is Phase.RUNNING else None
+            if paid_since is not None and row.gpu_since is None:
+                row.gpu_since = row.gpu_until = paid_since.timestamp()
                 row.gpu_running = True
             self.end_billing(session, row)
+
+    @staticmethod
+    async def _last_look(provider: Provider, lease: Lease) -> Instance | None:
+        """Since when is its GPU paid? No listing has shown it yet, and once gone it can't tell. A provider that does
+        not answer keeps nobody from destroying."""
+        try:
+            return await provider.get(lease.instance_id or "")
+        except ProviderError as error:
+            log.warning("a last look at %s failed: %s", lease.instance_id, error)
+            return None
 
     def end_billing(self, session: AsyncSession, lease: Lease) -> None:
         """The provider accepted the release: nothing accrues from here. A later listing must confirm it."""

@@ -7,6 +7,7 @@ an offer was fetched overrides the offer's price.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,9 @@ from providers.base import Billing, Offer, OfferQuery, ProviderError
 log = logging.getLogger(__name__)
 
 MIN_LIFE_H = 0.5
+USUAL_S = 3600.0
+"""Prices are averaged over so long: a swing shorter than that is no saving."""
+USUAL_KEPT = 50_000
 LIFE_H = {True: 2.0, False: 6.0}
 """Expected hours of a lease, interruptible or not, until experience says otherwise."""
 
@@ -41,6 +45,8 @@ class Priced:
     """Effective: times availability."""
     excluded: str = ""
     """Why the job may not rent it; empty if it may."""
+    usual: int | None = None
+    """`price.total` at what the machine cost over the last hour or so; None while it was seen only once."""
 
     @property
     def rho(self) -> float:
@@ -76,6 +82,15 @@ def matches(selector: dict[str, Any], *, machine_id: str, offer_id: str, gpu_nam
     return all(v in facts[k] for k, v in wanted.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What a machine costs on average, micro-dollars per hour, since and at the last look."""
+
+    micros_h: float
+    since: float
+    at: float
+
+
 @dataclass
 class Shelf:
     """What one provider offered last."""
@@ -91,6 +106,8 @@ class Market:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._shelves: dict[tuple[str, Billing], Shelf] = {}
+        self._usual: dict[tuple[str, Billing, str, int], Usual] = {}
+        """By provider, billing, machine and number of GPUs: offers change their ids."""
 
     async def refresh(self, providers: Sequence[str], interruptible: bool, *, max_age_s: float) -> None:
         """Ask the providers whose offers are older than `max_age_s`. Trouble is kept, not raised."""
@@ -111,6 +128,18 @@ class Market:
                 log.warning("search at %s failed: %s", name, error)
                 continue
             shelf.offers, shelf.trouble, shelf.fetched_at = offers, "", now
+            self._remember(offers, now)
+
+    def _remember(self, offers: Sequence[Offer], now: float) -> None:
+        for offer in offers:
+            before = self._usual.get(_kind(offer))
+            self._usual[_kind(offer)] = average(before, offer.compute_micros_h, now)
+        if len(self._usual) > USUAL_KEPT:
+            self._usual = {k: u for k, u in self._usual.items() if now - u.at < USUAL_S}
+
+    def _usual_price(self, offer: Offer) -> int | None:
+        found = self._usual.get(_kind(offer))
+        return round(found.micros_h) if found is not None and found.at > found.since else None
 
     def billing(self, provider: str, interruptible: bool) -> Billing:
         """How machines of this provider are paid for such a job."""
@@ -143,7 +172,7 @@ class Market:
             shelf = self._shelves.get((name, self.billing(name, view.spec.fleet.interruptible)), Shelf())
             for offer in shelf.offers:
                 current = _with_spot_price(offer, prices)
-                priced = price(current)
+                priced = price(current, self._usual_price(offer))
                 cooled = cooling.get((name, offer.machine_id))
                 out.append(replace(priced, excluded=f"cooling down: {cooled}") if cooled else priced)
         return sorted(out, key=lambda p: (bool(p.excluded), p.rho, p.offer.offer_id))
@@ -166,15 +195,46 @@ def _with_spot_price(offer: Offer, prices: Sequence[SpotPrice]) -> Offer:
     return offer
 
 
-def pricer(view: JobView) -> Callable[[Offer], Priced]:
-    """`price_offer` for many offers of one look: what is expected of a GPU is worked out once. Pure."""
+def average(before: Usual | None, micros_h: int, now: float) -> Usual:
+    """The usual price after one more look: an exponential average over USUAL_S. Pure."""
+    if before is None:
+        return Usual(float(micros_h), now, now)
+    share = 1 - math.exp(-max(0.0, now - before.at) / USUAL_S)
+    return Usual(before.micros_h + share * (micros_h - before.micros_h), before.since, now)
+
+
+def _kind(offer: Offer) -> tuple[str, Billing, str, int]:
+    return offer.provider, offer.billing, offer.machine_id, offer.num_gpus
+
+
+def pricer(view: JobView) -> Callable[..., Priced]:
+    """`price_offer` for many offers of one look: what is the same for all is worked out once. Pure."""
+    fleet = view.spec.fleet
+    cap = micros(fleet.max_price_per_hour) if fleet.max_price_per_hour is not None else None
+    disk_gb, traffic, startup_s = fleet.disk_gb, view.traffic, view.startup_s
+    interruptible, longest = fleet.interruptible, LIFE_H[fleet.interruptible]
     guesses: dict[tuple[str, int], Estimate] = {}
 
-    def price(offer: Offer) -> Priced:
+    def price(offer: Offer, usual: int | None = None) -> Priced:
         kind = (offer.gpu_name, offer.num_gpus)
-        if kind not in guesses:
-            guesses[kind] = estimate(prior(*kind, view.load), offer.gpu_name, view.measured)
-        return _price(offer, view, guesses[kind])
+        guess = guesses.get(kind)
+        if guess is None:
+            guess = guesses[kind] = estimate(prior(*kind, view.load), offer.gpu_name, view.measured)
+        spot = offer.billing is Billing.SPOT_BID
+        rate = pricing.bid_for(offer.compute_micros_h, cap) if spot else offer.compute_micros_h
+        full = pricing.effective_price(
+            compute_micros_h=rate,
+            disk_micros_gb_month=offer.disk_micros_gb_month,
+            disk_gb=disk_gb,
+            download_micros_gb=offer.download_micros_gb,
+            upload_micros_gb=offer.upload_micros_gb,
+            traffic=traffic,
+            startup_s=startup_s,
+            life_h=longest if offer.max_duration_s is None else min(longest, offer.max_duration_s / 3600),
+        )
+        mu = pricing.effective_throughput(guess.mu, offer.reliability, interruptible)
+        lasting = None if usual is None else full.total + usual - offer.compute_micros_h
+        return Priced(offer, rate, full, guess, mu, _excluded(offer, view.spec, rate, cap), lasting)
 
     return price
 
@@ -182,28 +242,6 @@ def pricer(view: JobView) -> Callable[[Offer], Priced]:
 def price_offer(offer: Offer, view: JobView) -> Priced:
     """Effective price and throughput of an offer for a job, and whether the job's filters let it in. Pure."""
     return pricer(view)(offer)
-
-
-def _price(offer: Offer, view: JobView, guess: Estimate) -> Priced:
-    fleet = view.spec.fleet
-    cap = micros(fleet.max_price_per_hour) if fleet.max_price_per_hour is not None else None
-    spot = offer.billing is Billing.SPOT_BID
-    rate = pricing.bid_for(offer.compute_micros_h, cap) if spot else offer.compute_micros_h
-    life = LIFE_H[fleet.interruptible]
-    if offer.max_duration_s is not None:
-        life = min(life, offer.max_duration_s / 3600)
-    price = pricing.effective_price(
-        compute_micros_h=rate,
-        disk_micros_gb_month=offer.disk_micros_gb_month,
-        disk_gb=fleet.disk_gb,
-        download_micros_gb=offer.download_micros_gb,
-        upload_micros_gb=offer.upload_micros_gb,
-        traffic=view.traffic,
-        startup_s=view.startup_s,
-        life_h=life,
-    )
-    mu = pricing.effective_throughput(guess.mu, offer.reliability, fleet.interruptible)
-    return Priced(offer, rate, price, guess, mu, _excluded(offer, view.spec, rate, cap))
 
 
 def _excluded(offer: Offer, spec: JobSpec, rate: int, cap: int | None) -> str:

@@ -6,7 +6,7 @@ same moment writes nothing twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
@@ -91,6 +91,28 @@ def change_rate(session: AsyncSession, lease: Lease, rate_micros_h: int, now: fl
     close(session, lease, now, metrics)
     lease.effective_micros_h += rate_micros_h - lease.rate_micros_h
     lease.rate_micros_h = rate_micros_h
+
+
+def settle(session: AsyncSession, lease: Lease, billed: Mapping[str, int], metrics: Metrics) -> None:
+    """The provider's final bill of a lease that is over, by kind: the difference is an entry of its own, of no length.
+
+    Entries that are there stay as they are; a difference may be negative.
+    """
+    at = lease.ended_at if lease.ended_at is not None else lease.created_at
+    for kind, amount in spent(lease, at).items():
+        difference = billed.get(kind, 0) - amount
+        if difference == 0:
+            continue
+        session.add(
+            LedgerEntry(
+                job_id=lease.job_id, lease_id=lease.id, provider=lease.provider, kind=kind, start=at, end=at,
+                micros=difference,
+            )
+        )  # fmt: skip
+        setattr(lease, f"spent_{kind}", getattr(lease, f"spent_{kind}") + difference)
+        if difference > 0:
+            # A counter can't fall: what was counted too much stays in it.
+            metrics.spent.labels(kind).inc(difference / 1e6)
 
 
 def spent(lease: Lease, now: float) -> dict[str, int]:

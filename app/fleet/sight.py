@@ -64,7 +64,7 @@ def key(priced: Priced) -> str:
 def candidate(priced: Priced, most: float) -> activation.Candidate:
     """An offer as the decision sees it; it counts for at most `most`."""
     machine = f"{priced.offer.provider}:{priced.offer.machine_id}"
-    return activation.Candidate(key(priced), machine, priced.price.total, min(priced.mu, most))
+    return activation.Candidate(key(priced), machine, priced.price.total, min(priced.mu, most), priced.usual)
 
 
 def running(lease: Lease, seen: Seen, view: JobView, now: float, most: float) -> activation.Running:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from app.protocol.job import RewardScale
+
 EPSILON = 1e-4
 
 
@@ -19,8 +21,28 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     Â_i = (r_i − mean(r)) / (std(r) + ε), with the sample standard deviation (n − 1) and ε = 1e-4. One reward, or all
     rewards equal: zeros.
     """
-    values = np.asarray(rewards, dtype=np.float64)
+    return batch_advantages([rewards], "group")[0]
+
+
+def batch_advantages(groups: Sequence[Sequence[float]], scale: RewardScale) -> list[list[float]]:
+    """Advantages of all groups of a step, Â_i = (r_i − mean of its group) / D.
+
+    `group`: D = std of the group + ε (GRPO). `none`: D = 1 (Dr. GRPO, arXiv 2503.20783: dividing by the group's
+    deviation gives prompts that are nearly always or nearly never solved more weight than others). `batch`: D = std of
+    all rewards of the step + ε (arXiv 2508.08221). Sample deviations (n − 1), ε = 1e-4.
+    """
+    values = [np.asarray(rewards, dtype=np.float64) for rewards in groups]
+    whole = _deviation(np.concatenate(values)) if values else 0.0
+    return [_advantages(v, scale, whole) for v in values]
+
+
+def _advantages(values: np.ndarray, scale: RewardScale, whole: float) -> list[float]:
     if len(values) < 2 or (values == values[0]).all():
         return [0.0] * len(values)
-    advantages: list[float] = ((values - values.mean()) / (values.std(ddof=1) + EPSILON)).tolist()
+    deviation = whole if scale == "batch" else _deviation(values)
+    advantages: list[float] = ((values - values.mean()) / (1.0 if scale == "none" else deviation + EPSILON)).tolist()
     return advantages
+
+
+def _deviation(values: np.ndarray) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

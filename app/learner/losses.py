@@ -1,63 +1,202 @@
 """Policy losses over tokens.
 
-Invariant: every term is a sum over tokens divided by a count that is fixed for the whole step, so that the gradient
-doesn't depend on how the step is cut into micro-batches or on which tokens without gradient are left out.
+Invariant: the loss is −Σ objective / denominator, a sum over tokens divided by a count that is fixed for the whole
+step, so that the gradient doesn't depend on how the step is cut into micro-batches or on which tokens without gradient
+are left out. What must be known of the whole step is found before (`whole_step`) and handed in.
+
+Every ratio is against the log-probs that the node recorded while sampling, r = exp(clamp(log π_θ − log π_behaviour,
+±20)): one ratio corrects for staleness and for the difference between engines. sg[·] stops the gradient. There is one
+update a batch, so π_old of the papers' inner ratio π_θ / π_old is π_θ itself: value 1, gradient ∇ log π_θ.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-LOG_RATIO_LIMIT = 20.0
-"""exp(20) ≈ 5e8: far beyond every clip range, and finite in float32."""
+from app.learner import weights
+from app.protocol.job import LearnerSpec, LossName
+
+WHOLE_STEP: frozenset[LossName] = frozenset({"m2po", "m2po_clip", "bapo"})
+"""Losses that need `whole_step`: one more forward pass, without gradient, over the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class LossTerms:
-    """`loss` carries the gradient; the others are detached sums over the tokens given."""
+class Tokens:
+    """1-D tensors, one element a completion token. `lag` is t − x of the token, `sequence` numbers the answers; all
+    tokens of an answer are together."""
 
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    mismatch_kl: torch.Tensor
-    log_ratio_squared: torch.Tensor
-    clipped: torch.Tensor
+    logprobs: torch.Tensor
+    behaviour: torch.Tensor
+    advantages: torch.Tensor
+    lag: torch.Tensor
+    sequence: torch.Tensor
 
 
-def ppo_clip(
-    logprobs: torch.Tensor,
-    behaviour: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    denominator: int,
-) -> LossTerms:
-    """Clipped surrogate against the behaviour policy, token mean (PPO, arXiv 1707.06347, eq. 7).
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a loss knows of the whole step: a range of the ratio, and which tokens stay in (1-D, None: all)."""
 
-    r = exp(clamp(log π_θ − log π_behaviour, ±20));  loss = −Σ min(r·Â, clip(r, 1 − low, 1 + high)·Â) / denominator.
+    low: float = 0.0
+    high: float = math.inf
+    keep: torch.Tensor | None = None
 
-    The asymmetric range is DAPO's "clip-higher" and the global token mean its token-level loss (arXiv 2503.14476,
-    eq. 8). The ratio is against the log-probs that the node recorded while sampling, which makes the clip the
-    off-policy correction: a token that the policy has already moved beyond the range gets no further push. All inputs
-    are 1-D, one element a completion token. `denominator` is the number of completion tokens of the whole step, those
-    of zero-advantage groups included. The clamp keeps value and gradient finite for any pair of finite log-probs.
 
-    `mismatch_kl` sums r − 1 − log r, the non-negative estimator of KL(behaviour ‖ π_θ) (Schulman, "Approximating KL
-    divergence", k3).
-    """
-    log_ratio = (logprobs - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(ratio * advantages, bounded * advantages).sum() / denominator
-    with torch.no_grad():
-        high = (advantages > 0) & (ratio > 1 + clip_high)
-        low = (advantages < 0) & (ratio < 1 - clip_low)
-        return LossTerms(
-            loss=loss,
-            ratio=ratio.sum(),
-            mismatch_kl=(ratio - 1 - log_ratio).sum(),
-            log_ratio_squared=log_ratio.square().sum(),
-            clipped=(high | low).sum(),
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """`objective` is to be maximised, one element a token, and carries the gradient. `high` and `low` mark tokens that
+    are masked, clipped or truncated because their ratio is too large or too small; no token is in both."""
+
+    objective: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
+
+
+def surrogate(spec: LearnerSpec, tokens: Tokens, limits: Limits | None = None) -> Surrogate:
+    """The chosen loss. `limits` must be given for losses in WHOLE_STEP and is not looked at for others."""
+    return _LOSSES[spec.loss](spec, tokens, limits or Limits())
+
+
+def whole_step(spec: LearnerSpec, log_ratios: torch.Tensor, advantages: torch.Tensor) -> Limits:
+    """The limits of a loss in WHOLE_STEP, from log r and advantages of all tokens of the step that are trained on."""
+    if spec.loss == "m2po":
+        return Limits(keep=weights.second_moment_mask(log_ratios, spec.m2_budget))
+    if spec.loss == "m2po_clip":
+        return Limits(*weights.second_moment_bounds(log_ratios, advantages, spec.m2_budget))
+    return Limits(
+        *weights.balanced_bounds(
+            log_ratios,
+            advantages,
+            target=spec.bapo_target,
+            low=(spec.bapo_low, spec.bapo_low_max),
+            high=(spec.bapo_high, spec.bapo_high_max),
+            step=spec.bapo_step,
         )
+    )
+
+
+def clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Surrogate:
+    """min(r·Â, clip(r, low, high)·Â) (PPO, arXiv 1707.06347, eq. 7).
+
+    A token that the policy has already moved beyond the range where its advantage pushes it gets no further push.
+    """
+    objective = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    return Surrogate(objective, (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low))
+
+
+def ppo_clip(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
+    """PPO's clip, with DAPO's asymmetric range and token-level mean (arXiv 2503.14476, eq. 8)."""
+    return clipped(_ratio(tokens), tokens.advantages, 1 - spec.clip_low, 1 + spec.clip_high)
+
+
+def dppo(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
+    """M·r·Â − pull·(log r)², M from `probability_mask` (DPPO, arXiv 2602.04879; the pull: arXiv 2602.02276).
+
+    The pull acts on masked tokens too. Groups without a signal are left out, so it does not act on them.
+    """
+    log_ratio = weights.log_ratio(tokens.logprobs, tokens.behaviour)
+    high, low = weights.probability_mask(
+        tokens.logprobs, tokens.behaviour, tokens.advantages, low=spec.dppo_mask_low, high=spec.dppo_mask_high
+    )
+    push = ~(high | low) * log_ratio.exp() * tokens.advantages
+    return Surrogate(push - spec.dppo_pull * log_ratio.square(), high, low)
+
+
+def tis(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
+    """sg[min(r, cap)]·Â·(π_θ / sg[π_θ]): truncated importance sampling (IMPALA, arXiv 1802.01561; for language
+    models "Your efficient RL framework secretly brings you off-policy RL training", fengyao.notion.site, 2025).
+
+    Its gradient is that of cispo with the same cap.
+    """
+    ratio = _ratio(tokens).detach()
+    high = ratio > spec.tis_cap
+    return Surrogate(ratio.clamp(max=spec.tis_cap) * tokens.advantages * _inner(tokens), high, torch.zeros_like(high))
+
+
+def icepop(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
+    """sg[r·1(low ≤ r ≤ high)]·Â·(π_θ / sg[π_θ]): tokens outside the band are masked, whatever their advantage (IcePop,
+    arXiv 2510.18855)."""
+    ratio = _ratio(tokens).detach()
+    high, low = ratio > spec.icepop_high, ratio < spec.icepop_low
+    return Surrogate(~(high | low) * ratio * tokens.advantages * _inner(tokens), high, low)
+
+
+def decoupled(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
+    """sg[w]·min(ρ·Â, clip(ρ)·Â), ρ = π_θ / π_prox, w = π_prox / π_behaviour, masked where w > cap.
+
+    Decoupled PPO (AReaL, arXiv 2505.24298), π_prox from `loglinear_proximal`.
+    """
+    proximal = weights.loglinear_proximal(tokens.logprobs, tokens.behaviour, tokens.lag)
+    weight = weights.log_ratio(proximal, tokens.behaviour).exp()
+    masked = weight > spec.decoupled_cap
+    inner = clipped(
+        weights.log_ratio(tokens.logprobs, proximal).exp(), tokens.advantages, 1 - spec.clip_low, 1 + spec.clip_high
+    )
+    return Surrogate(~masked * weight * inner.objective, inner.high | masked, inner.low & ~masked)
+
+
+def m2po(spec: LearnerSpec, tokens: Tokens, limits: Limits) -> Surrogate:
+    """M·r·Â, M from `second_moment_mask` over the whole step; no clip (M2PO, arXiv 2510.01161)."""
+    ratio = _ratio(tokens)
+    keep = torch.ones_like(ratio, dtype=torch.bool) if limits.keep is None else limits.keep
+    return Surrogate(keep * ratio * tokens.advantages, ~keep & (ratio > 1), ~keep & (ratio <= 1))
+
+
+def m2po_clip(spec: LearnerSpec, tokens: Tokens, limits: Limits) -> Surrogate:
+    """PPO's clip with the range of `second_moment_bounds` over the whole step (code of M2PO's authors)."""
+    return clipped(_ratio(tokens), tokens.advantages, limits.low, limits.high)
+
+
+def bapo(spec: LearnerSpec, tokens: Tokens, limits: Limits) -> Surrogate:
+    """PPO's clip with the range of `balanced_bounds` over the whole step, and for Â < 0 at least c·Â (BAPO, arXiv
+    2510.18927; dual clip: arXiv 1912.09729)."""
+    ratio, advantages = _ratio(tokens), tokens.advantages
+    inner = clipped(ratio, advantages, limits.low, limits.high)
+    floor = torch.maximum(inner.objective, spec.bapo_dual_clip * advantages)
+    beyond = (advantages < 0) & (ratio > spec.bapo_dual_clip)
+    return Surrogate(torch.where(advantages < 0, floor, inner.objective), inner.high | beyond, inner.low)
+
+
+def cispo(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
+    """sg[min(r, cap)]·Â·log π_θ: the weight is truncated, no token loses its gradient (MiniMax-M1, arXiv 2506.13585,
+    which has no lower bound either)."""
+    ratio = _ratio(tokens).detach()
+    high = ratio > spec.cispo_cap
+    objective = ratio.clamp(max=spec.cispo_cap) * tokens.advantages * tokens.logprobs
+    return Surrogate(objective, high, torch.zeros_like(high))
+
+
+def gspo(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
+    """PPO's clip of the ratio of whole answers, s = exp(mean of log r over the answer) (GSPO, arXiv 2507.18071).
+
+    Each token of an answer counts s·Â here, over the token count of the step like everywhere; the paper has the mean
+    over answers instead, which gives tokens of short answers more weight.
+    """
+    ratio = weights.sequence_log_ratio(tokens.logprobs, tokens.behaviour, tokens.sequence).exp()
+    return clipped(ratio, tokens.advantages, 1 - spec.gspo_low, 1 + spec.gspo_high)
+
+
+def _ratio(tokens: Tokens) -> torch.Tensor:
+    return weights.log_ratio(tokens.logprobs, tokens.behaviour).exp()
+
+
+def _inner(tokens: Tokens) -> torch.Tensor:
+    """1, with the gradient of log π_θ."""
+    return (tokens.logprobs - tokens.logprobs.detach()).exp()
+
+
+_LOSSES: Mapping[LossName, Callable[[LearnerSpec, Tokens, Limits], Surrogate]] = {
+    "ppo_clip": ppo_clip,
+    "dppo": dppo,
+    "tis": tis,
+    "icepop": icepop,
+    "decoupled": decoupled,
+    "m2po": m2po,
+    "m2po_clip": m2po_clip,
+    "bapo": bapo,
+    "cispo": cispo,
+    "gspo": gspo,
+}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from app.protocol.trajectory import Rollout
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -20,6 +22,8 @@ class Row:
     completion_ids: Sequence[int]
     logprobs: Sequence[float]
     advantage: float
+    lags: Sequence[int]
+    """t − x of each completion token."""
 
     @property
     def length(self) -> int:
@@ -32,7 +36,7 @@ class MicroBatch:
     """Right-padded rows and, one element a completion token, where its logits are and what belongs to it.
 
     `ids` [rows, width]; `row` and `position` index the logits that predict the token; `token`, `behaviour`,
-    `advantage` are 1-D. `first` is the smallest position.
+    `advantage`, `lag` are 1-D. `first` is the smallest position.
     """
 
     ids: torch.Tensor
@@ -41,7 +45,15 @@ class MicroBatch:
     token: torch.Tensor
     behaviour: torch.Tensor
     advantage: torch.Tensor
+    lag: torch.Tensor
     first: int
+
+
+def token_lags(rollout: Rollout, t: int) -> list[int]:
+    """t − x of each completion token, x the version that it was sampled from."""
+    ends = [*rollout.span_starts[1:], len(rollout.completion_ids)]
+    spans = zip(rollout.span_versions, rollout.span_starts, ends, strict=True)
+    return [t - version for version, start, end in spans for _ in range(start, end)]
 
 
 def split(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -67,6 +79,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
     tokens: list[int] = []
     behaviour: list[float] = []
     advantages: list[float] = []
+    lags: list[int] = []
     for number, row in enumerate(rows):
         ids[number, : row.length] = torch.tensor([*row.prompt_ids, *row.completion_ids])
         size, start = len(row.completion_ids), len(row.prompt_ids) - 1
@@ -75,6 +88,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         tokens += row.completion_ids
         behaviour += row.logprobs
         advantages += [row.advantage] * size
+        lags += row.lags
     return MicroBatch(
         ids=ids.to(device),
         row=torch.tensor(where, device=device),
@@ -82,6 +96,7 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         token=torch.tensor(tokens, device=device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantage=torch.tensor(advantages, dtype=torch.float32, device=device),
+        lag=torch.tensor(lags, device=device),
         first=min(len(r.prompt_ids) for r in rows) - 1,
     )
 

@@ -90,21 +90,84 @@ class SamplingSpec(Spec):
         return value
 
 
+LossName = Literal["ppo_clip", "dppo", "tis", "icepop", "decoupled", "m2po", "m2po_clip", "bapo", "cispo", "gspo"]
+RewardScale = Literal["group", "none", "batch"]
+
+
 class LearnerSpec(Spec):
-    """Learning plane: where it runs and how it optimises."""
+    """Learning plane: where it runs and how it optimises. Parameters of a loss that isn't chosen have no effect."""
 
     placement: Literal["local"] = "local"
     learning_rate: float = Field(default=1e-6, gt=0, lt=1)
     warmup_steps: int = Field(default=5, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
+    loss: LossName = "ppo_clip"
+    """How a token's push is corrected for the policy that sampled it; docs/learner.md compares them."""
+    scale_rewards: RewardScale | None = None
+    """What r − mean(group) is divided by: the group's deviation, nothing, or the deviation of all rewards of the step.
+    Default: `none` for dppo, else `group`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """ppo_clip, decoupled: the ratio counts down to 1 − clip_low."""
     clip_high: float = Field(default=0.28, gt=0)
+    """ppo_clip, decoupled: the ratio counts up to 1 + clip_high."""
+    dppo_mask_low: float = Field(default=0.2, gt=0, le=1)
+    """A token with a negative advantage is left out when its probability has fallen by more than this."""
+    dppo_mask_high: float = Field(default=0.2, gt=0, le=1)
+    """A token with a positive advantage is left out when its probability has risen by more than this."""
+    dppo_pull: float = Field(default=1e-3, ge=0)
+    """Weight of the squared log-ratio in dppo."""
+    tis_cap: float = Field(default=2.0, ge=1)
+    """Largest importance weight of tis."""
+    icepop_low: float = Field(default=0.5, ge=0, le=1)
+    """icepop leaves out tokens with a smaller ratio."""
+    icepop_high: float = Field(default=5.0, ge=1)
+    """icepop leaves out tokens with a larger ratio."""
+    decoupled_cap: float = Field(default=5.0, ge=1)
+    """decoupled leaves out tokens for which π_proximal / π_behaviour is larger."""
+    m2_budget: float = Field(default=0.04, gt=0)
+    """m2po, m2po_clip: what the mean squared log-ratio may be."""
+    bapo_target: float = Field(default=0.5, ge=0)
+    """bapo widens its range until positive advantages weigh at least this many times what negative ones do."""
+    bapo_low: float = Field(default=0.6, ge=0, le=1)
+    """Where bapo's lower bound of the ratio starts."""
+    bapo_low_max: float = Field(default=0.9, ge=0, le=1)
+    """How far bapo's lower bound may rise."""
+    bapo_high: float = Field(default=1.2, ge=1)
+    """Where bapo's upper bound of the ratio starts."""
+    bapo_high_max: float = Field(default=3.0, ge=1)
+    """How far bapo's upper bound may rise."""
+    bapo_step: float = Field(default=0.05, ge=0.001, le=1)
+    """How far a bound of bapo moves at a time."""
+    bapo_dual_clip: float = Field(default=3.0, gt=1)
+    """bapo: a token with a negative advantage counts up to this ratio."""
+    cispo_cap: float = Field(default=5.0, ge=1)
+    """Largest importance weight of cispo."""
+    gspo_low: float = Field(default=3e-4, gt=0, lt=1)
+    """The ratio of a whole answer counts down to 1 − gspo_low."""
+    gspo_high: float = Field(default=4e-4, gt=0)
+    """The ratio of a whole answer counts up to 1 + gspo_high."""
+    grad_cosine: bool = False
+    """Report the cosine with the previous step's gradient, at the price of one more copy of the weights in memory."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Padded tokens in one forward/backward pass."""
     eval_every: int = Field(default=20, ge=1)
     eval_prompts: int = Field(default=512, ge=1)
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Steps between checkpoints; default: at every publish, so that no published version can be lost."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        for low, high in (("bapo_low", "bapo_low_max"), ("bapo_high", "bapo_high_max")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} must be at most {high}; give both")
+        if self.bapo_dual_clip < self.bapo_high_max:
+            raise ValueError("bapo_dual_clip must be at least bapo_high_max")
+        return self
+
+    @property
+    def reward_scale(self) -> RewardScale:
+        """`scale_rewards` with its default filled in."""
+        return self.scale_rewards or ("none" if self.loss == "dppo" else "group")
 
 
 class FleetSpec(Spec):

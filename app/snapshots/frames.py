@@ -56,15 +56,20 @@ class LeafParser:
             return False
         head = bytes(self._buffer[: HEADER.size])
         del self._buffer[: HEADER.size]
-        if head == KEEP_ALIVE:
-            return True
-        index, size = HEADER.unpack(head)
-        if index != self._next or index >= self._manifest.leaves:
-            raise IntegrityError(f"frame of leaf {index} where leaf {self._next} was due")
-        if size != self._manifest.leaf_size(index):
-            raise IntegrityError(f"frame of {size} bytes for leaf {index}, which has {self._manifest.leaf_size(index)}")
-        self._in_leaf = True
+        self._in_leaf = announces_leaf(self._manifest, self._next, head)
         return True
+
+
+def announces_leaf(manifest: Manifest, due: int, head: bytes) -> bool:
+    """Whether leaf `due` follows; False for a keep-alive. Raises IntegrityError for any other header."""
+    if head == KEEP_ALIVE:
+        return False
+    index, size = HEADER.unpack(head)
+    if index != due or index >= manifest.leaves:
+        raise IntegrityError(f"frame of leaf {index} where leaf {due} was due")
+    if size != manifest.leaf_size(index):
+        raise IntegrityError(f"frame of {size} bytes for leaf {index}, which has {manifest.leaf_size(index)}")
+    return True
 
 
 def frame(n: int, leaf: bytes) -> bytes:

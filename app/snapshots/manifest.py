@@ -25,7 +25,7 @@ MAX_VERSION = 2**31 - 1
 """Trajectories hold versions as int32."""
 MAX_LEAF_BYTES = 16 * 1024 * 1024
 MAX_CHUNK_BYTES = 1024 * 1024 * 1024
-LEAF_BYTES = 256 * 1024
+LEAF_BYTES = 128 * 1024
 CHUNK_BYTES = 16 * 1024 * 1024
 SIGNED_PREFIX = b"echo2 snapshot manifest\n"
 """Put before the text that is signed: a signature of this key over anything else can't pass for a manifest."""

@@ -1,16 +1,24 @@
-"""A token bucket: how long a sender has to wait so that all its streams together stay under a rate.
+"""Keeping a sender under its link: by the kernel's pacing of each socket where it can (Linux), else by a token bucket.
 
-Invariant: over any span the bytes granted are at most rate × span + burst + one piece. Callers are served in the order
-of asking, which shares the rate equally among streams that send equal pieces.
+The bucket is the worse of the two. What gathers in a socket while the window is small leaves in one burst, which the
+queue before the link can't hold; and a forwarder whose leaves come unevenly can't make up for the time it had none.
+
+Invariant (bucket): over any span the bytes granted are at most rate × span + burst + one piece. Callers are served in
+the order of asking, which shares the rate equally among streams that send equal pieces.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-HEADROOM = 0.97
+HEADROOM = 0.985
 """Share of the link that is used: a sender a little under the link keeps queues short and avoids losses."""
+PACKETS = 1500 / 1448
+"""Bytes on the link per byte sent: TCP/IP headers with timestamps, packets of 1500 bytes."""
 
 
 class Pacer:
@@ -38,3 +46,47 @@ class Pacer:
         start = max(self._free_at, now - self._burst_s)
         self._free_at = start + count / self._rate
         return max(0.0, start - now)
+
+
+SO_MAX_PACING_RATE = 47
+"""Of Linux; not in Python's socket module."""
+LARGEST_RATE = 2**31 - 1
+
+
+class Shares:
+    """Holds every sending socket to an equal share of a link's rate, as far as the system can. One event loop."""
+
+    def __init__(self, link_bytes_per_s: float | None) -> None:
+        self._rate = None if link_bytes_per_s is None else link_bytes_per_s / PACKETS
+        self._sending: list[tuple[socket.socket, float]] = []
+
+    @contextlib.contextmanager
+    def of(self, sock: socket.socket | None, *, origin: bool) -> Iterator[bool]:
+        """Within this context the socket sends and counts. False: the system can't hold it to a rate.
+
+        An origin has all it sends and stays under the link (HEADROOM). A forwarder is held by what comes in, and needs
+        the rest of the link to make up for each moment that nothing came, or every hop would add to the delay.
+        """
+        if sock is None or self._rate is None or sys.platform != "linux":
+            yield self._rate is None
+            return
+        sender = (sock, HEADROOM if origin else 1.0)
+        self._sending.append(sender)
+        self._divide()
+        try:
+            yield True
+        finally:
+            # What is still in its socket goes on at the rate that it has.
+            self._sending.remove(sender)
+            self._divide()
+
+    def _divide(self) -> None:
+        for sock, share in self._sending:
+            assert self._rate is not None
+            _pace(sock, max(1, min(LARGEST_RATE, int(self._rate * share / len(self._sending)))))
+
+
+def _pace(sock: socket.socket, bytes_per_s: int) -> None:
+    # The connection may be gone by now; then there is nothing to pace.
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_s)

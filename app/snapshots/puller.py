@@ -17,9 +17,10 @@ import httpx
 
 from app.protocol.errors import Conflict, IntegrityError
 from app.protocol.node import BroadcastProgress
+from app.snapshots.connection import Connection, Lost
 from app.snapshots.incoming import Incoming, Snapshot
 from app.snapshots.store import SnapshotStore
-from app.snapshots.upstream import FetchUrls, Lost, Source, Wire
+from app.snapshots.upstream import Announced, FetchUrls, Source, Wire
 
 __all__ = ["Puller", "Source"]
 
@@ -111,6 +112,7 @@ class Puller:
             raise group.exceptions[0] from group
         finally:
             self.current = self._incoming = None
+            self._wire.close()
             self._store.close()
 
     async def _pull_for_ever(self) -> None:
@@ -118,8 +120,8 @@ class Puller:
             announced = await self._announcement()
             if announced is None:
                 continue
-            source, self._incoming = announced
-            snapshot = await self._pull(source, self._incoming)
+            source, self._incoming, following = announced
+            snapshot = await self._pull(source, self._incoming, following)
             self._incoming = None
             if snapshot is None:
                 await asyncio.sleep(self._retry_s)
@@ -138,7 +140,7 @@ class Puller:
                 if self._store.get(snapshot.version) is not None:
                     await self._on_complete(snapshot)
 
-    async def _announcement(self) -> tuple[Source, Incoming] | None:
+    async def _announcement(self) -> tuple[Source, Incoming, Announced] | None:
         """Ask the sources in turn for a version newer than ours; None: begin again (after the pause if all failed)."""
         sources = tuple(self._sources())
         for source in sources:
@@ -146,20 +148,23 @@ class Puller:
             answer = await self._ask(source, sources)
             if answer == "again":
                 return None
-            if isinstance(answer, bytes):
+            if isinstance(answer, Announced):
                 try:
-                    return source, await asyncio.to_thread(self._store.begin, answer)
+                    return source, await asyncio.to_thread(self._store.begin, answer.document), answer
                 except (IntegrityError, Conflict) as error:
+                    answer.close()
                     self._lied(source, UNKNOWN_VERSION, error.detail)
         await asyncio.sleep(self._retry_s)
         return None
 
-    async def _ask(self, source: Source, sources: tuple[Source, ...]) -> bytes | Literal["next", "again"]:
+    async def _ask(self, source: Source, sources: tuple[Source, ...]) -> Announced | Literal["next", "again"]:
         have = self._have()
         try:
             if source.kind == "store":
                 target = self._target()
-                return "next" if target is None or target <= have else await self._wire.stored_document(target)
+                if target is None or target <= have:
+                    return "next"
+                return Announced(await self._wire.stored_document(target))
             return await self._wait_for_relay(source, sources, have)
         except Lost as error:
             log.info("%s announces nothing: %s", source.label, error)
@@ -169,7 +174,7 @@ class Puller:
 
     async def _wait_for_relay(
         self, source: Source, sources: tuple[Source, ...], have: int
-    ) -> bytes | Literal["next", "again"]:
+    ) -> Announced | Literal["next", "again"]:
         """One long poll, given up when the list changes or a newer version should long have been announced."""
         loop = asyncio.get_running_loop()
         started, behind_since = loop.time(), None
@@ -187,21 +192,25 @@ class Puller:
                 elif now - behind_since >= self._announce_grace_s:
                     log.info("%s has not announced v%d in time", source.label, target)
                     return "next"
-            document = poll.result()
+            announced = poll.result()
         finally:
             if poll.cancel():
                 await asyncio.wait({poll}, timeout=TICK_S)
-        if document is None:
+        if announced is None:
             return "next" if loop.time() - started < SHORT_POLL_S else "again"
-        return document
+        return announced
 
-    async def _pull(self, source: Source, incoming: Incoming) -> Snapshot | None:
+    async def _pull(self, source: Source, incoming: Incoming, announced: Announced) -> Snapshot | None:
         """Fetch the leaves that are missing from `source`, then from the others; None when none could give them."""
         tried: set[Source] = set()
+        stream = announced.stream
+        if incoming.have:  # resumed: what follows the document begins at leaf 0
+            announced.close()
+            stream = None
         while incoming.have < incoming.manifest.leaves:
             self.current = source
             try:
-                await self._fetch(source, incoming)
+                await self._fetch(source, incoming, stream)
             except IntegrityError as error:
                 self._lied(source, incoming.version, error.detail)
             except Lost as error:
@@ -211,6 +220,7 @@ class Puller:
                 if self._on_stall is not None:
                     self._notice(self._on_stall(source, incoming.version, str(error)))
             tried.add(source)
+            stream = None
             following = next((s for s in self._sources() if s not in tried), None)
             if following is None:
                 break
@@ -219,17 +229,17 @@ class Puller:
             return None
         return await asyncio.to_thread(incoming.complete)
 
-    async def _fetch(self, source: Source, incoming: Incoming) -> None:
-        """Leaves from one source until the last. Raises Lost or IntegrityError."""
+    async def _fetch(self, source: Source, incoming: Incoming, stream: Connection | None) -> None:
+        """Leaves from one source until the last, `stream` being where they come already. Lost or IntegrityError."""
         manifest, loop = incoming.manifest, asyncio.get_running_loop()
         if source.kind == "store":
             leaves = self._wire.stored_leaves(manifest, incoming.have)
         else:
-            leaves = self._wire.relay_leaves(source, manifest, incoming.have)
+            leaves = self._wire.relay_leaves(source, manifest, incoming.have, stream)
         inline = manifest.leaf_bytes <= INLINE_LEAF_BYTES
         try:
-            async with asyncio.timeout(self._starve_s) as limit, aclosing(leaves) as stream:
-                async for n, leaf in stream:
+            async with asyncio.timeout(self._starve_s) as limit, aclosing(leaves) as arriving:
+                async for n, leaf in arriving:
                     if inline:
                         incoming.write_leaf(n, leaf)
                     else:

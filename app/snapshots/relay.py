@@ -13,7 +13,6 @@ import logging
 import math
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import uvicorn
@@ -27,8 +26,10 @@ from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, U
 from app.snapshots.frames import KEEP_ALIVE, frame
 from app.snapshots.incoming import Reader
 from app.snapshots.manifest import MAX_VERSION
-from app.snapshots.pacer import HEADROOM, Pacer
+from app.snapshots.pacer import HEADROOM, PACKETS, Pacer, Shares
+from app.snapshots.server import Server, socket_keeper
 from app.snapshots.store import SnapshotStore
+from app.snapshots.upstream import DOCUMENT_SIZE, FOLLOW
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,11 @@ class Relay:
         self._store = store
         self._token = token.encode()
         self._host = host
-        self._pacer = Pacer(None if uplink_bytes_per_s is None else uplink_bytes_per_s * HEADROOM)
+        self._pacer = Pacer(None if uplink_bytes_per_s is None else uplink_bytes_per_s * HEADROOM / PACKETS)
+        self._shares = Shares(uplink_bytes_per_s)
+        self._connections: dict[object, socket.socket] = {}
         self._stopping = False
-        self._server: _Server | None = None
+        self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
         self._thread_stop: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -78,9 +81,10 @@ class Relay:
             sock.close()
             raise
         self.port = sock.getsockname()[1]
-        self._server = _Server(
+        self._server = Server(
             uvicorn.Config(
                 self._app(),
+                http=socket_keeper(self._connections),
                 lifespan="off",
                 ws="none",
                 access_log=False,
@@ -167,7 +171,11 @@ class Relay:
             seen = changes.count
             found = self._store.newest_after(after)
             if found is not None:
-                return Response(found[1], media_type="application/json", headers={"Echo2-Version": str(found[0])})
+                version, document = found
+                reader = self._store.open(version) if request.headers.get(FOLLOW) == "1" else None
+                if reader is not None:
+                    return _Stream(self, reader, 0, document)
+                return Response(document, media_type="application/json", headers={"Echo2-Version": str(version)})
             left = deadline - loop.time()
             if left <= 0 or self._stopping or await request.is_disconnected():
                 return Response(status_code=204)
@@ -182,7 +190,9 @@ class Relay:
             raise NotFound(f"version {version} is not here")
         return _Stream(self, reader, first)
 
-    async def _send_leaves(self, reader: Reader, first: int, send: Send, gone: asyncio.Future[None]) -> None:
+    async def _send_leaves(
+        self, reader: Reader, first: int, send: Send, gone: asyncio.Future[None], paced: bool
+    ) -> None:
         """Frames from leaf `first` on; returns after the last leaf, or early when no more will come."""
         loop = asyncio.get_running_loop()
         changes = self._store.changes
@@ -194,11 +204,12 @@ class Relay:
             now = loop.time()
             ready = n < reader.ready
             if ready and send_at is None:
-                send_at = now + self._pacer.reserve(reader.manifest.leaf_size(n))
+                send_at = now if paced else now + self._pacer.reserve(reader.manifest.leaf_size(n))
             if ready and send_at is not None and now >= send_at:
                 await _send_body(send, frame(n, await _read(reader, n)))
                 self.bytes_served += reader.manifest.leaf_size(n)
                 n, send_at = n + 1, None
+                await asyncio.sleep(0)  # while the socket takes all, nothing else would have its turn
                 keep_alive_at = loop.time() + KEEP_ALIVE_S
             elif not ready and over:
                 return
@@ -217,13 +228,17 @@ class Relay:
 
 
 class _Stream(Response):
-    """The response of `/stream`. Written as an ASGI response so that the reader is closed in every case."""
+    """Leaves from `first` on, after `document` if there is one. Written as an ASGI response so that the reader is
+    closed in every case."""
 
     media_type = "application/octet-stream"
 
-    def __init__(self, relay: Relay, reader: Reader, first: int) -> None:
-        super().__init__(headers={"Cache-Control": "no-store"})
+    def __init__(self, relay: Relay, reader: Reader, first: int, document: bytes = b"") -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "Echo2-Version": str(reader.manifest.version)})
         del self.headers["content-length"]
+        if document:
+            self.headers[DOCUMENT_SIZE] = str(len(document))
+        self._document = document
         self._relay = relay
         self._reader = reader
         self._first = first
@@ -231,31 +246,18 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            with self._reader:
+            sock = self._relay._connections.get(scope.get("client"))
+            with self._reader, self._relay._shares.of(sock, origin=self._reader.over) as paced:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._relay._send_leaves(self._reader, self._first, send, gone)
+                if self._document:
+                    await _send_body(send, self._document)
+                await self._relay._send_leaves(self._reader, self._first, send, gone, paced)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, IntegrityError) as error:
             # The response stays unfinished: the server drops the connection and the child turns elsewhere.
             log.warning("stream of v%d broken off: %s", self._reader.manifest.version, error or "child takes nothing")
         finally:
             gone.cancel()
-
-
-class _Server(uvicorn.Server):
-    """A server inside somebody else's process: signals are not its business, and readiness is an event."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -12,18 +12,25 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 import httpx
 
 from app.protocol.errors import EchoError, IntegrityError
 from app.protocol.node import SnapshotUrls
-from app.snapshots.frames import LeafParser
+from app.snapshots.connection import CONNECT_S, Connection, Ended, Lost, direct
+from app.snapshots.frames import HEADER, LeafParser, announces_leaf
 from app.snapshots.manifest import MAX_DOCUMENT_BYTES, Manifest
 
-CONNECT_S = 5.0
 URLS_TIMEOUT_S = 30.0
 CHUNKS_AT_ONCE = 4
 """Chunks whose URLs are asked for in one go: few enough that presigned URLs don't expire before their turn."""
+
+KEPT_CONNECTIONS = 4
+FOLLOW = "Echo2-Follow"
+"""Request header of an announcement: `1` asks for the leaves to follow the document."""
+DOCUMENT_SIZE = "Echo2-Document"
+"""Answer header: they do, after so many bytes of document."""
 
 FetchUrls = Callable[[int, int, int], Awaitable[SnapshotUrls]]
 """(version, first chunk, count) → presigned URLs. May raise EchoError, httpx.HTTPError, TimeoutError."""
@@ -43,8 +50,17 @@ class Source:
         return self.node_id or self.kind
 
 
-class Lost(Exception):
-    """The source is dead, silent, or hasn't got what was asked for; another may."""
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A signed document, and the connection on which the version's leaves follow, if the relay sends them at once."""
+
+    document: bytes
+    stream: Connection | None = None
+
+    def close(self) -> None:
+        """Do without the leaves that follow."""
+        if self.stream is not None:
+            self.stream.close()
 
 
 class Wire:
@@ -55,38 +71,140 @@ class Wire:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._stall_s = stall_s
         self._fetch_urls = fetch_urls
+        self._kept: dict[str, Connection] = {}
 
-    async def poll(self, source: Source, after: int, wait_s: float) -> bytes | None:
+    async def poll(self, source: Source, after: int, wait_s: float) -> Announced | None:
         """A relay's newest signed document with version > `after`; None when it has none within `wait_s`."""
-        url = f"{source.url.rstrip('/')}/snapshots/next?after={after}&wait_s={wait_s:g}"
-        async with self._get(url, self._headers, silence_s=wait_s + self._stall_s) as response:
-            if response.status_code == 204:
+        path, silence_s = f"/snapshots/next?after={after}&wait_s={wait_s:g}", wait_s + self._stall_s
+        if not direct(source.url):
+            async with self._get(source.url.rstrip("/") + path, self._headers, silence_s=silence_s) as response:
+                if response.status_code == 204:
+                    return None
+                _expect(response.status_code, 200)
+                return Announced(await self._document(response))
+        connection = await self._ask(source, path, {FOLLOW: "1"}, silence_s)
+        following = False
+        try:
+            if connection.status == 204:
                 return None
-            _expect(response, 200)
-            return await self._document(response)
+            _expect(connection.status, 200)
+            size = connection.headers.get(DOCUMENT_SIZE.lower())
+            document = await self._read_document(connection, size)
+            following = size is not None
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            if not following:
+                self._keep(source, connection)
+        return Announced(document, connection if following else None)
 
-    async def relay_leaves(self, source: Source, manifest: Manifest, first: int) -> AsyncGenerator[tuple[int, bytes]]:
-        """Leaves from `first` on as a relay sends them, not yet verified."""
-        url = f"{source.url.rstrip('/')}/snapshots/{manifest.version}/stream?from_leaf={first}"
+    async def relay_leaves(
+        self, source: Source, manifest: Manifest, first: int, stream: Connection | None = None
+    ) -> AsyncGenerator[tuple[int, bytes | memoryview]]:
+        """Leaves from `first` on as a relay sends them, not yet verified. A leaf is valid until the next is asked for.
+
+        `stream`: where they come already; otherwise they are asked for.
+        """
+        path = f"/snapshots/{manifest.version}/stream?from_leaf={first}"
+        if stream is None and not direct(source.url):
+            async with aclosing(self._http_leaves(source.url.rstrip("/") + path, manifest, first)) as leaves:
+                async for received in leaves:
+                    yield received
+            return
+        connection = stream or await self._ask(source, path, {}, self._stall_s)
+        try:
+            if stream is None:
+                _expect(connection.status, 200)
+            head = memoryview(bytearray(HEADER.size))
+            body = memoryview(bytearray(manifest.leaf_size(0)))
+            while await connection.read(head, self._stall_s) == len(head):
+                if announces_leaf(manifest, first, bytes(head)):
+                    leaf = body[: manifest.leaf_size(first)]
+                    if await connection.read(leaf, self._stall_s) < len(leaf):
+                        break
+                    yield first, leaf
+                    first += 1
+        finally:
+            self._keep(source, connection)
+        if first < manifest.leaves:
+            raise Lost(f"the stream ended before leaf {first} of {manifest.leaves}")
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+    async def _ask(self, source: Source, path: str, headers: dict[str, str], silence_s: float) -> Connection:
+        """A connection on which the answer to a request has begun: the one that was kept, or a new one."""
+        base = urlsplit(source.url).path.rstrip("/")
+        kept = self._kept.pop(source.url, None)
+        for connection in (kept, None) if kept is not None else (None,):
+            asking = connection or await Connection.open(source.url)
+            try:
+                await asking.get(base + path, self._headers | headers, silence_s)
+                return asking
+            except Ended:
+                asking.close()
+                if asking is not kept:
+                    raise
+            except BaseException:
+                asking.close()
+                raise
+        raise AssertionError("unreachable")
+
+    def _keep(self, source: Source, connection: Connection) -> None:
+        """Keep a connection for the next request, if its last answer was read to the end."""
+        if not connection.idle:
+            connection.close()
+            return
+        replaced = self._kept.pop(source.url, None)
+        self._kept[source.url] = connection
+        if replaced is None and len(self._kept) > KEPT_CONNECTIONS:
+            replaced = self._kept.pop(next(iter(self._kept)))
+        if replaced is not None:
+            replaced.close()
+
+    async def _read_document(self, connection: Connection, size: str | None) -> bytes:
+        """The document in a relay's answer: all of it, or its first `size` bytes."""
+        if size is not None and not (size.isascii() and size.isdigit() and len(size) <= 10):
+            raise IntegrityError(f"a document of {size[:20]!r} bytes")
+        due = MAX_DOCUMENT_BYTES + 1 if size is None else int(size)
+        document = bytearray()
+        while len(document) < due:
+            piece = bytearray(min(64 * 1024, due - len(document)))
+            got = await connection.read(memoryview(piece), self._stall_s)
+            document += memoryview(piece)[:got]
+            if got < len(piece):
+                break
+        if len(document) > MAX_DOCUMENT_BYTES:
+            raise IntegrityError(f"the manifest is longer than {MAX_DOCUMENT_BYTES} bytes")
+        if size is not None and len(document) < due:
+            raise Lost("the manifest is cut off")
+        return bytes(document)
+
+    async def _http_leaves(
+        self, url: str, manifest: Manifest, first: int
+    ) -> AsyncGenerator[tuple[int, bytes | memoryview]]:
+        """The same over the general client, for relays behind TLS or a proxy."""
         parser = LeafParser(manifest, first, framed=True)
-        done = first
         async with self._get(url, self._headers) as response:
-            _expect(response, 200)
+            _expect(response.status_code, 200)
             async for data in response.aiter_raw():
                 for n, leaf in parser.feed(data):
                     yield n, leaf
-                    done = n + 1
-        if done < manifest.leaves:
-            raise Lost(f"the stream ended before leaf {done} of {manifest.leaves}")
+                    first = n + 1
+        if first < manifest.leaves:
+            raise Lost(f"the stream ended before leaf {first} of {manifest.leaves}")
 
     async def stored_document(self, version: int) -> bytes:
         """The signed document of a version in the object store."""
         urls = await self._urls(version, 0, 1)
         async with self._get(urls.manifest_url, {}) as response:
-            _expect(response, 200)
+            _expect(response.status_code, 200)
             return await self._document(response)
 
-    async def stored_leaves(self, manifest: Manifest, first: int) -> AsyncGenerator[tuple[int, bytes]]:
+    async def stored_leaves(self, manifest: Manifest, first: int) -> AsyncGenerator[tuple[int, bytes | memoryview]]:
         """Leaves from `first` on out of the store's chunks, not yet verified."""
         urls: dict[int, str] = {}
         for chunk in range(first // manifest.leaves_per_chunk, manifest.chunks):
@@ -109,7 +227,7 @@ class Wire:
             if response.status_code == 206:
                 skip = 0
             else:
-                _expect(response, 200)  # a store that doesn't know ranges: read over the beginning
+                _expect(response.status_code, 200)  # a store that doesn't know ranges: read over the beginning
             async for data in response.aiter_raw():
                 part, skip = data[skip:], max(0, skip - len(data))
                 for n, leaf in parser.feed(part):
@@ -159,6 +277,6 @@ class Wire:
             raise Lost(f"{type(error).__name__}: {error}"[:300]) from error
 
 
-def _expect(response: httpx.Response, status: int) -> None:
-    if response.status_code != status:
-        raise Lost(f"answered {response.status_code}")
+def _expect(status: int, due: int) -> None:
+    if status != due:
+        raise Lost(f"answered {status}")

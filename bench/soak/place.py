@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-KEY = "soak"
+KEY = "0f7e6d5c4b3a29181706f5e4d3c2b1a0"
 FLEET = "soak"
 LABEL = f"echo2:{FLEET}:"
 STEP_S = 5.0

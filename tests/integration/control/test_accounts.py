@@ -175,6 +175,20 @@ async def test_cap_per_hour_takes_what_fits_and_not_only_the_best(open_world: Op
         assert (await control.kinds(job_id)).count("renting_held") == 1
 
 
+async def test_job_that_a_cap_holds_up_waits_and_does_not_fail(open_world: Opener, provider: FakeProvider) -> None:
+    async with open_world(max_usd_per_hour="0.1") as control:
+        job_id, learner = await provisioned(control)
+        for _ in range(70):
+            await control.rounds(1, 120, learner)
+        assert provider.creates.total() == 0
+        assert (await control.job(job_id))["status"] == "provisioning"
+        (told,) = [e for e in await control.events(job_id) if e.kind == "no_progress"]
+        assert "renting is held up: max_usd_per_hour" in told.message
+        await control.http.post(f"/v1/jobs/{job_id}/pause")
+        await control.round(1)
+        assert (await control.get("/v1/fleet"))["caps"]["held"] == []
+
+
 async def test_what_is_being_released_counts_until_it_is_seen_gone(open_world: Opener, provider: FakeProvider) -> None:
     provider.machines = machines_of(m1=0.5, m2=0.5)
     async with open_world(max_usd_per_hour="0.7") as control:

@@ -94,7 +94,7 @@ async def test_bid_of_a_machine_that_is_worth_it_is_raised(control: World, provi
     await node.beat()
     await control.round()
     (lease,) = await control.leases()
-    assert (before.rate_micros_h, lease.rate_micros_h) == (230_000, 287_500)
+    assert (before.rate_micros_h, lease.rate_micros_h) == (287_500, 287_500), "billed from the provider's yes on"
 
 
 UNTRUSTED: list[tuple[dict[str, Any], int]] = [

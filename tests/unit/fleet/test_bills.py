@@ -26,7 +26,10 @@ def test_lines_go_to_the_lease_that_they_name_and_to_no_other() -> None:
         line("3", "", 10_000, 99),
         line("", "", 10_000, 99),
     ]
-    assert matched(charges, leases) == {"a": Billed(11, 9.0), "b": Billed(100, 7.0)}
+    assert matched(charges, leases) == {
+        "a": Billed(11, 9.0, {"gpu": 10, "disk": 1}),
+        "b": Billed(100, 7.0, {"gpu": 100}),
+    }
 
 
 @pytest.mark.parametrize(

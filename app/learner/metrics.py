@@ -1,0 +1,93 @@
+"""What a step tells about itself.
+
+Invariant: every number is of the whole step, whatever the micro-batches were.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from app.learner.buffer import Group
+from app.learner.weights import effective_sample_size
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Loss, and of each token that was trained on: log r, version lag, held back for moving too far up or down."""
+
+    loss: float
+    log_ratio: torch.Tensor
+    lag: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
+
+
+def joined(parts: Sequence[Seen]) -> Seen:
+    """Micro-batches as one."""
+    if not parts:
+        nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        return Seen(0.0, nothing, torch.zeros(0, dtype=torch.long), none, none)
+    return Seen(
+        sum(p.loss for p in parts),
+        torch.cat([p.log_ratio for p in parts]),
+        torch.cat([p.lag for p in parts]),
+        torch.cat([p.high for p in parts]),
+        torch.cat([p.low for p in parts]),
+    )
+
+
+def step_metrics(groups: Sequence[Group], seen: Seen, tokens: int) -> dict[str, float]:
+    """Means over the step. What is said of ratios is over the tokens that were trained on, entropy over all.
+
+    The entropy is that of the behaviour policy, estimated as the mean of −log π of the tokens it sampled.
+    """
+    rollouts = [r for g in groups for r in g.rollouts]
+    lengths = [len(r.completion_ids) for r in rollouts]
+    return {
+        "reward": statistics.fmean(r.reward for r in rollouts),
+        "loss": seen.loss,
+        "entropy": -sum(sum(r.logprobs) for r in rollouts) / tokens,
+        "zero_variance_share": sum(len({r.reward for r in g.rollouts}) == 1 for g in groups) / len(groups),
+        "truncated_share": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "completion_tokens_mean": statistics.fmean(lengths),
+        "completion_tokens_max": float(max(lengths)),
+        "tokens": float(tokens),
+        "active_tokens": float(len(seen.log_ratio)),
+    } | ratio_metrics(seen)
+
+
+def ratio_metrics(seen: Seen) -> dict[str, float]:
+    """How far the policy is from those that sampled, r = π_θ / π_behaviour of each token.
+
+    `mismatch_kl` is the mean of r − 1 − log r, the non-negative estimator of KL(behaviour ‖ π_θ) (Schulman,
+    "Approximating KL divergence", k3), with `mismatch_kl_lag_k` that of the tokens of lag k. Without tokens: what is
+    true on-policy.
+    """
+    count = len(seen.log_ratio)
+    if count == 0:
+        return dict.fromkeys(("mismatch_kl", "log_ratio_squared", *_SHARES), 0.0) | dict.fromkeys(_ONES, 1.0)
+    ratio = seen.log_ratio.double().exp()
+    kl = ratio - 1 - seen.log_ratio.double()
+    lags, index = np.unique(seen.lag.cpu().numpy(), return_inverse=True)
+    kinds = torch.from_numpy(index).to(kl.device)
+    by_lag = torch.bincount(kinds, weights=kl) / torch.bincount(kinds)
+    return {
+        "ratio_mean": float(ratio.mean()),
+        "ratio_p99": float(ratio.kthvalue(math.ceil(0.99 * count)).values),
+        "ess": effective_sample_size(seen.log_ratio),
+        "mismatch_kl": float(kl.mean()),
+        "log_ratio_squared": float(seen.log_ratio.double().square().mean()),
+        "clip_share": float((seen.high | seen.low).double().mean()),
+        "clip_share_high": float(seen.high.double().mean()),
+        "clip_share_low": float(seen.low.double().mean()),
+    } | {f"mismatch_kl_lag_{k}": v for k, v in zip(lags.tolist(), by_lag.tolist(), strict=True)}
+
+
+_SHARES = ("clip_share", "clip_share_high", "clip_share_low")
+_ONES = ("ratio_mean", "ratio_p99", "ess")

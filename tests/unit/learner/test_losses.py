@@ -1,0 +1,220 @@
+"""Each loss against a slow version, token by token, of its published formula; masks against slow loops; the edges."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.learner import weights
+from app.learner.losses import WHOLE_STEP, Limits, Surrogate, Tokens, surrogate, whole_step
+from app.protocol.job import LearnerSpec, LossName
+
+LOSSES = get_args(LossName)
+SPEC = LearnerSpec()
+TOKEN = st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01), st.integers(0, 7), st.integers(0, 3))
+BATCH = st.tuples(st.lists(TOKEN, min_size=1, max_size=30), st.lists(st.floats(-3, 3), min_size=4, max_size=4))
+
+
+def tokens_of(batch, dtype=torch.float64) -> Tokens:
+    """Tokens sorted into four answers, one advantage an answer."""
+    rows, by_answer = batch
+    rows = sorted(rows, key=lambda row: row[3])
+    return Tokens(
+        torch.tensor([r[0] for r in rows], dtype=dtype, requires_grad=True),
+        torch.tensor([r[1] for r in rows], dtype=dtype),
+        torch.tensor([by_answer[r[3]] for r in rows], dtype=dtype),
+        torch.tensor([r[2] for r in rows]),
+        torch.tensor([r[3] for r in rows]),
+    )
+
+
+def evaluated(spec: LearnerSpec, tokens: Tokens) -> tuple[Surrogate, torch.Tensor]:
+    """The loss as the trainer uses it, and the gradient of Σ objective by log π_θ."""
+    found = weights.log_ratio(tokens.logprobs.detach(), tokens.behaviour)
+    limits = whole_step(spec, found, tokens.advantages) if spec.loss in WHOLE_STEP else Limits()
+    made = surrogate(spec, tokens, limits)
+    (gradient,) = torch.autograd.grad(made.objective.sum(), tokens.logprobs)
+    return made, gradient
+
+
+def slow_clip(r, a, low, high):
+    """(value, whether the gradient is cut)"""
+    cut = (a > 0 and r > high) or (a < 0 and r < low)
+    return min(r * a, max(low, min(high, r)) * a), cut
+
+
+def slow_m2_limit(squares, budget):
+    """The smallest value that has to go, or ∞: remove the largest, one by one, until the mean is under the budget."""
+    left, limit = sorted(squares), math.inf
+    while left and sum(left) / len(left) >= budget:
+        limit = left.pop()
+    return limit
+
+
+def slow_tau(ratios, advantages, budget):
+    """By bisection; None if nothing has to be cut."""
+    moved = [math.log(r) for r, a in zip(ratios, advantages, strict=True) if (a > 0 and r > 1) or (a < 0 and r < 1)]
+    if not moved or sum(m * m for m in moved) / len(moved) <= budget:
+        return None
+    low, high = 0.0, 100.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        mean = sum(min(m * m, middle * middle) for m in moved) / len(moved)
+        low, high = (middle, high) if mean <= budget else (low, middle)
+    return low
+
+
+def slow_bapo(ratios, advantages):
+    def enough(low, high):
+        gain = sum(min(r, high) * a for r, a in zip(ratios, advantages, strict=True) if a > 0)
+        cost = sum(max(r, low) * -a for r, a in zip(ratios, advantages, strict=True) if a < 0)
+        return gain >= 0.5 * cost
+
+    low, high = 0.6, 1.2
+    for _ in range(6):
+        if not enough(low, high):
+            low = min(low + 0.05, 0.9)
+    for _ in range(36):
+        if not enough(low, high):
+            high = min(high + 0.05, 3.0)
+    return low, high
+
+
+def slow(loss: str, new, old, advantages, lags, answers):
+    """(objective, its derivative by log π_θ) of each token."""
+    ratios = [math.exp(n - o) for n, o in zip(new, old, strict=True)]
+    limit = slow_m2_limit([(n - o) ** 2 for n, o in zip(new, old, strict=True)], 0.04)
+    tau = slow_tau(ratios, advantages, 0.04)
+    bounds = slow_bapo(ratios, advantages)
+    for n, o, a, lag, answer, r in zip(new, old, advantages, lags, answers, ratios, strict=True):
+        if loss == "ppo_clip":
+            value, cut = slow_clip(r, a, 0.8, 1.28)
+            yield value, 0.0 if cut else r * a
+        elif loss == "dppo":
+            gone = (a > 0 and math.exp(n) - math.exp(o) > 0.2) or (a < 0 and math.exp(n) - math.exp(o) < -0.2)
+            yield (0.0 if gone else r * a) - 1e-3 * (n - o) ** 2, (0.0 if gone else r * a) - 2e-3 * (n - o)
+        elif loss == "tis":
+            yield min(r, 2.0) * a, min(r, 2.0) * a
+        elif loss == "icepop":
+            weight = r if 0.5 <= r <= 5.0 else 0.0
+            yield weight * a, weight * a
+        elif loss == "decoupled":
+            proximal = o + ((lag - 1) / lag if lag else 0.0) * (n - o)
+            weight = math.exp(proximal - o)
+            weight = 0.0 if weight > 5.0 else weight
+            value, cut = slow_clip(math.exp(n - proximal), a, 0.8, 1.28)
+            yield weight * value, 0.0 if cut else weight * math.exp(n - proximal) * a
+        elif loss == "m2po":
+            weight = r if (n - o) ** 2 < limit else 0.0
+            yield weight * a, weight * a
+        elif loss == "m2po_clip":
+            low, high = (0.0, math.inf) if tau is None else (min(math.exp(-tau), 0.7), max(math.exp(tau), 1.5))
+            value, cut = slow_clip(r, a, low, high)
+            yield value, 0.0 if cut else r * a
+        elif loss == "bapo":
+            value, cut = slow_clip(r, a, *bounds)
+            cut = cut or (a < 0 and r > 3.0)
+            yield max(value, 3.0 * a) if a < 0 else value, 0.0 if cut else r * a
+        elif loss == "cispo":
+            yield min(r, 5.0) * a * n, min(r, 5.0) * a
+        else:
+            mine = [m - p for m, p, s in zip(new, old, answers, strict=True) if s == answer]
+            s = math.exp(sum(mine) / len(mine))
+            value, cut = slow_clip(s, a, 1 - 3e-4, 1 + 4e-4)
+            yield value, 0.0 if cut else s * a
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(deadline=None, max_examples=60)
+@given(BATCH)
+def test_value_and_gradient_are_those_of_the_formula(loss, batch):
+    tokens = tokens_of(batch)
+    made, gradient = evaluated(SPEC.model_copy(update={"loss": loss}), tokens)
+    columns = (tokens.logprobs, tokens.behaviour, tokens.advantages, tokens.lag, tokens.sequence)
+    want = list(slow(loss, *(c.tolist() for c in columns)))
+    assert made.objective.tolist() == pytest.approx([v for v, _ in want], rel=1e-7, abs=1e-7)
+    assert gradient.tolist() == pytest.approx([g for _, g in want], rel=1e-7, abs=1e-7)
+    assert not (made.high & made.low).any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_on_policy_the_gradient_is_that_of_reinforce(loss):
+    new = torch.tensor([-0.1, -2.0, -0.7, -5.0, -1.0], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, -2.0, -2.0, 0.5], dtype=torch.float64)
+    tokens = Tokens(new, new.detach(), advantages, torch.tensor([0, 1, 2, 9, 30]), torch.tensor([0, 0, 1, 1, 2]))
+    made, gradient = evaluated(SPEC.model_copy(update={"loss": loss}), tokens)
+    assert gradient.tolist() == pytest.approx(advantages.tolist())
+    assert not (made.high | made.low).any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.floats(-200, 200), st.floats(-3, 3), st.integers(0, 40)), min_size=1, max_size=20))
+def test_any_log_ratio_gives_a_finite_loss_and_gradient(loss, rows):
+    new = torch.tensor([min(0.0, d) for d, _, _ in rows], requires_grad=True)
+    old = torch.tensor([min(0.0, -d) for d, _, _ in rows])
+    advantages = torch.tensor([a for _, a, _ in rows])
+    tokens = Tokens(new, old, advantages, torch.tensor([x for *_, x in rows]), torch.arange(len(rows)) // 3)
+    made, gradient = evaluated(SPEC.model_copy(update={"loss": loss}), tokens)
+    assert torch.isfinite(made.objective).all()
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "high", "low"),
+    [(0.0, 1, 0, 0), (0.3, 1, 1, 0), (-0.3, 1, 0, 0), (-0.3, -1, 0, 1), (0.3, -1, 0, 0)],
+)
+def test_a_token_that_moved_beyond_the_range_gets_no_further_push(log_ratio, advantage, high, low):
+    tokens = Tokens(
+        torch.tensor([log_ratio - 1.0], requires_grad=True),
+        torch.tensor([-1.0]),
+        torch.tensor([float(advantage)]),
+        torch.tensor([1]),
+        torch.tensor([0]),
+    )
+    made, gradient = evaluated(SPEC, tokens)
+    assert (gradient.item() == 0.0) is bool(high or low)
+    assert (made.high.item(), made.low.item()) == (bool(high), bool(low))
+
+
+def test_dppo_lets_a_rare_token_grow_and_stops_a_frequent_one():
+    # Both ratios are beyond PPO's range; 1e-4 → 3e-4 is harmless, 0.5 → 0.75 is not.
+    new = torch.tensor([3e-4, 0.75], dtype=torch.float64).log().requires_grad_()
+    old = torch.tensor([1e-4, 0.5], dtype=torch.float64).log()
+    tokens = Tokens(new, old, torch.ones(2, dtype=torch.float64), torch.tensor([1, 1]), torch.tensor([0, 0]))
+    made, gradient = evaluated(SPEC.model_copy(update={"loss": "dppo", "dppo_pull": 0.0}), tokens)
+    assert made.high.tolist() == [False, True]
+    assert gradient.tolist() == pytest.approx([3.0, 0.0])
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=40), st.floats(0.001, 2))
+def test_second_moment_mask_drops_the_largest_until_the_rest_fits(values, budget):
+    keep = weights.second_moment_mask(torch.tensor(values, dtype=torch.float64), budget)
+    limit = slow_m2_limit([v * v for v in values], budget)
+    assert keep.tolist() == [v * v < limit for v in values]
+
+
+def test_effective_sample_size():
+    assert weights.effective_sample_size(torch.zeros(7)) == pytest.approx(1.0)
+    assert weights.effective_sample_size(torch.tensor([20.0, -20.0, -20.0, -20.0])) == pytest.approx(0.25)
+    assert weights.effective_sample_size(torch.tensor([0.0, math.log(3)])) == pytest.approx(16 / (2 * 10), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"loss": "ppo"}, {"bapo_low": 0.95}, {"bapo_high_max": 1.1}, {"bapo_dual_clip": 2.0}, {"scale_rewards": "std"}],
+)
+def test_wrong_settings_are_refused(wrong):
+    with pytest.raises(ValueError):
+        LearnerSpec.model_validate(wrong)
+
+
+def test_rewards_are_scaled_as_the_loss_needs_unless_told_otherwise():
+    assert LearnerSpec().reward_scale == "group"
+    assert LearnerSpec(loss="dppo").reward_scale == "none"
+    assert LearnerSpec(loss="dppo", scale_rewards="batch").reward_scale == "batch"

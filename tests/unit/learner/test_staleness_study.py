@@ -1,0 +1,78 @@
+"""The staleness study's schedules, and one tiny study from the command line to table and plot."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from app.learner.buffer import Group
+from app.learner.microbatch import Row, collate, completion_logprobs
+from bench import staleness
+from bench.staleness_report import plot, table
+from tests.unit.learner.samples import batch, random_model
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 6, 11])
+def test_lags_are_those_of_the_schedule(budget: int):
+    const = [t - staleness.behaviour_version("const", budget, t) for t in range(100)]
+    assert const[budget:] == [budget] * (100 - budget)
+    assert const[:budget] == list(range(budget))
+    echo = [t - staleness.behaviour_version("echo", budget, t) for t in range(2, 2 + 8 * max(1, budget - 1))]
+    assert echo == [min(lag, budget) for lag in range(2, max(2, budget) + 1)] * 8
+
+
+def test_forgetting_puts_the_learners_own_logprobs_in():
+    model = random_model()
+    before = batch(1)
+    after = staleness.forgetful(model, before)
+    assert [[r.completion_ids for r in g.rollouts] for g in after] == [
+        [r.completion_ids for r in g.rollouts] for g in before
+    ]
+    one: Group = after[2]
+    for r in one.rollouts:
+        row = Row(r.prompt_ids, r.completion_ids, r.logprobs, 0.0, [0] * len(r.completion_ids))
+        with torch.no_grad():
+            own = completion_logprobs(model, collate([row], model.device), 1.0)
+        assert list(r.logprobs) == pytest.approx(own.tolist(), abs=1e-5)
+
+
+def made(loss: str, s: int, seed: int, heldout: float) -> dict:
+    numbers = {"start": 0.2, "ess": 0.9, "log_ratio_squared": 0.1, "clip_share": 0.2}
+    return {"schedule": "echo", "loss": loss, "staleness": s, "seed": seed, "heldout": heldout} | numbers
+
+
+def test_the_report_has_a_row_for_each_cell_with_the_mean_of_its_seeds(tmp_path):
+    runs = [made("dppo", 6, 0, 0.5), made("dppo", 6, 1, 0.7), made("uncorrected", 6, 0, 0.1)]
+    rows = table(runs).splitlines()[2:]
+    assert len(rows) == 2
+    assert "| echo | dppo | 6 | 2 | 0.200 | 0.600 | 0.500–0.700 |" in rows[0]
+    assert rows[1].endswith("| – | – | – |")
+    plot(runs, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def run(plan, folder, task):
+        asked.append((plan.loss, plan.staleness))
+        return staleness.dataclasses.asdict(plan) | made(plan.loss, plan.staleness, plan.seed, 0.5)
+
+    monkeypatch.setattr(staleness, "run", run)
+    monkeypatch.setattr(staleness, "tiny_model", lambda cache: cache)
+    monkeypatch.setattr(staleness, "load_task", lambda spec, seed: None)
+    options = ["--out", str(tmp_path), "--losses", "dppo", "--seeds", "0"]
+    assert staleness.main([*options, "--staleness", "1,6"]) == 0
+    assert staleness.main([*options, "--staleness", "1,6,11"]) == 0
+    assert asked == [("dppo", 1), ("dppo", 6), ("dppo", 11)]
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["heldout"] == {"echo/dppo/1": 0.5, "echo/dppo/6": 0.5, "echo/dppo/11": 0.5}
+
+
+@pytest.mark.parametrize("wrong", [["--losses", "ppo"], ["--staleness", "0"], ["--seeds", "-1"], ["--steps", "0"]])
+def test_wrong_options_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        staleness.main(wrong)
+    assert wrong[0] in capsys.readouterr().err
