@@ -28,6 +28,9 @@ SHORT_WAIT_S = 15.0
 
 OnRequest = Callable[[str, str, str], None]
 
+VEIL_FROM = 16
+"""A shorter key can be part of honest text, a label for one: real keys are longer."""
+
 
 class Http:
     """Sends requests with the key, keeps away after a 429, and reports each outcome."""
@@ -77,7 +80,7 @@ class Http:
 
     def _veiled(self, response: httpx.Response) -> httpx.Response:
         """The answer without our key, should it repeat it: what it says ends in errors, logs and events."""
-        if not self._key or self._key not in response.text:
+        if len(self._key) < VEIL_FROM or self._key not in response.text:
             return response
         text, status = response.text.replace(self._key, "…"), response.status_code
         return httpx.Response(status, text=text, request=response.request)
