@@ -22,7 +22,7 @@ serve: install
 	$(BIN)/echo2 serve
 
 lint: install
-	$(BIN)/ruff check app providers tests
+	$(BIN)/ruff check app providers tests bench
 	$(BIN)/ruff format --check app providers tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports

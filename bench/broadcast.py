@@ -76,7 +76,11 @@ class Result:
         return max(s for host, s in self.done.items() if host != without)
 
 
-QUICK = [Case("chains"), Case("star", "star", warm_up=2 * MB)]
+QUICK = [
+    Case("chains", size=60 * MB, pause_s=1.0),
+    Case("star", "star", size=60 * MB, pause_s=1.0, warm_up=2 * MB),
+]
+"""Smaller, so that it stays under a minute."""
 FULL = [
     Case("chains", n=1),
     Case("chains", n=3),
@@ -126,7 +130,13 @@ class Lab:
         everybody = [roles.Role(0, stores / "0", key, case.learner_mbps, congestion=case.congestion)]
         everybody += [
             roles.Role(
-                k, stores / str(k), key, rates[k - 1], sources[k], 40 if k == case.liar else None, case.congestion
+                k,
+                stores / str(k),
+                key,
+                rates[k - 1],
+                sources[k],
+                LIES_FROM if k == case.liar else None,
+                case.congestion,
             )
             for k in range(1, case.n + 1)
         ]

@@ -6,6 +6,7 @@ Invariant: every number is read from the service or from the marketplace's own b
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -23,7 +24,8 @@ def summarise(http: httpx.Client, market: httpx.Client, feed: Feed, job_id: str,
     job, fleet = feed.read()
     cost = unwrap(http.get(f"/v1/jobs/{job_id}/cost"))
     books = _books(market)
-    steps = _all_steps(http, job_id)
+    steps = _pages(http, f"/v1/jobs/{job_id}/steps")
+    own = _own_count(_pages(http, f"/v1/jobs/{job_id}/ledger"))
     broadcast, totals = fleet["broadcast"], fleet["totals"]
     return {
         "status": job["status"],
@@ -32,6 +34,7 @@ def summarise(http: httpx.Client, market: httpx.Client, feed: Feed, job_id: str,
         "eval_final": job["reward"]["eval"],
         "budget_usd": job["cost"]["budget_usd"],
         "spent_usd": job["cost"]["spent_usd"],
+        "spent_own_count_usd": usd(own),
         "marketplace_bill_usd": usd(books["billed_micros"]),
         "leases_total": len(cost["leases"]),
         "leases_open": len(fleet["nodes"]),
@@ -60,12 +63,18 @@ def _books(market: httpx.Client) -> dict[str, Any]:
         time.sleep(0.2)
 
 
-def _all_steps(http: httpx.Client, job_id: str) -> list[dict[str, Any]]:
+def _own_count(entries: Sequence[Mapping[str, Any]]) -> int:
+    """Micro-dollars of the ledger without the corrections by the marketplace's bill: those have no length."""
+    return sum(micros(e["usd"]) for e in entries if e["from"] != e["to"])
+
+
+def _pages(http: httpx.Client, path: str) -> list[dict[str, Any]]:
+    """All rows of a list."""
     rows: list[dict[str, Any]] = []
     cursor: str | None = None
     while True:
         params: dict[str, str | int] = {"limit": 1000, **({"cursor": cursor} if cursor else {})}
-        page = unwrap(http.get(f"/v1/jobs/{job_id}/steps", params=params))
+        page = unwrap(http.get(path, params=params))
         rows += page["items"]
         cursor = page["next_cursor"]
         if cursor is None:
@@ -83,6 +92,7 @@ def rerank_latency(events: list[dict[str, Any]], incidents: Incidents) -> float 
 def verdict(s: dict[str, Any]) -> list[str]:
     """Promises that were not kept, in words."""
     spent, bill, budget = micros(s["spent_usd"]), micros(s["marketplace_bill_usd"]), micros(s["budget_usd"])
+    own = micros(s["spent_own_count_usd"])
     gain = (s["eval_final"] or 0.0) - (s["eval_initial"] or 0.0)
     checks = {
         f"the job is {s['status']}, not succeeded": s["status"] == "succeeded",
@@ -90,6 +100,9 @@ def verdict(s: dict[str, Any]) -> list[str]:
         f"spent ${usd(spent)} of ${usd(budget)}": spent <= budget,
         f"our ledger says ${usd(spent)}, the marketplace's bill ${usd(bill)}: more than 1 % apart": (
             bill > 0 and abs(spent - bill) <= 0.01 * bill
+        ),
+        f"before the bill corrected it our ledger said ${usd(own)}, the bill ${usd(bill)}: more than 1 % apart": (
+            bill > 0 and abs(own - bill) <= 0.01 * bill
         ),
         f"{s['leases_open']} leases are open": s["leases_open"] == 0,
         f"{s['machines_running']} machines are running": s["machines_running"] == 0,
