@@ -87,9 +87,13 @@ def test_offers_on_the_command_line_are_ranked(stage: Stage, story: Story) -> No
     assert (table.returncode, table.stderr) == (0, "")
     assert "H100 SXM" in table.stdout
     answer = stage.cli("offers", story.job_id, "--json")
-    items = [o for o in json.loads(answer.stdout)["items"] if not o["excluded"]]
-    assert {o["gpu_name"] for o in items} == {"RTX 3090"}, "as the job sees the market"
-    assert [o["rho"] for o in items] == sorted(o["rho"] for o in items)
+    offers = json.loads(answer.stdout)["items"]
+    free = [o for o in offers if not o["excluded"]]
+    # Its own machines may still cool down after what the story did to them.
+    assert {o["gpu_name"] for o in free} <= {"RTX 3090"}, "as the job sees the market"
+    assert any("gpu_names does not name" in (o["excluded"] or "") for o in offers)
+    assert {"RTX 3090", "RTX 4090", "H100 SXM"} <= {o["gpu_name"] for o in offers}, "nothing is hidden"
+    assert [o["rho"] for o in free] == sorted(o["rho"] for o in free)
 
 
 def test_exit_statuses_of_the_command_line(stage: Stage, story: Story) -> None:
