@@ -93,6 +93,7 @@ def fork(role: Role, enter: Callable[[int], None], main: Callable[[Role, int, Te
         main(role, commands_read, tell)
         status = 0
     except BaseException:
+        # os._exit below would swallow whatever it is without a word.
         traceback.print_exc()
         sys.stderr.flush()
         raise

@@ -84,6 +84,7 @@ class Wan:
         try:
             self._build()
         except BaseException:
+            # Interrupted half-way, namespaces would outlive the process: __exit__ does not run if this raises.
             self._remove()
             raise
         return self

@@ -21,6 +21,7 @@ from app.watch import Feed
 
 
 def summarise(http: httpx.Client, market: httpx.Client, feed: Feed, job_id: str, wall: float) -> dict[str, Any]:
+    """What `.demo/summary.json` holds: dollars as text with six places, sizes in bytes, times in seconds."""
     job, fleet = feed.read()
     cost = unwrap(http.get(f"/v1/jobs/{job_id}/cost"))
     books = _books(market)
@@ -114,6 +115,7 @@ def verdict(s: dict[str, Any]) -> list[str]:
 def show(
     console: Console, summary: dict[str, Any], faults: list[str], incidents: Incidents, latency: float | None
 ) -> None:
+    """Print the summary, what happened to the job, and each promise that was not kept."""
     table = Table(title="summary", show_header=False)
     for key, value in summary.items():
         table.add_row(key, f"{value:.4f}" if isinstance(value, float) else str(value))

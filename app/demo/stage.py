@@ -78,6 +78,7 @@ def _webhook_secret() -> str:
 
 
 def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

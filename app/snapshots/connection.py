@@ -73,6 +73,7 @@ class Connection:
                 sock.close()
             raise Lost(f"{type(error).__name__}: {error}"[:300]) from error
         except BaseException:
+            # Cancelled too, nobody else knows this socket: it is closed, and the error goes on.
             if sock is not None:
                 sock.close()
             raise

@@ -92,6 +92,7 @@ class Wire:
             document = await self._read_document(connection, size)
             following = size is not None
         except BaseException:
+            # Cancelled too, nobody else knows this connection: it is closed, and the error goes on.
             connection.close()
             raise
         finally:
@@ -149,6 +150,7 @@ class Wire:
                 if asking is not kept:
                     raise
             except BaseException:
+                # Cancelled too, nobody else knows this connection: it is closed, and the error goes on.
                 asking.close()
                 raise
         raise AssertionError("unreachable")

@@ -15,6 +15,7 @@ async def h(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Har
     one: Registered = request.param
     reason = one.not_applicable.get(request.function.__name__)
     if reason is not None:
+        # What a provider does not have; test_registered holds every excuse to a real scenario.
         pytest.skip(f"{one.name}: {reason}")
     async with one.open(tmp_path) as harness:
         yield harness
