@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint serve bench-activation bench-price-wave soak-providers study-staleness bench-broadcast clean
+.PHONY: install demo test lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,10 @@ bench-activation: $(BENCH_STAMP)
 # What following a market that swings costs.
 bench-price-wave: install
 	$(BIN)/python -m bench.price_wave
+
+# What steering the capacity by measurement saves, in simulated time.
+bench-steering: install
+	$(BIN)/python -m bench.steering
 
 # Lease lives with everything going wrong. LIVES=50 make soak-providers is a short run.
 LIVES ?= 1000

@@ -78,11 +78,17 @@ def agent() -> None:
 
 
 @app.command()
-def learner(job: Annotated[str, typer.Option(help="Job id.")]) -> None:
-    """Be the learner of a job: ECHO2_CONTROL_URL and ECHO2_LEARNER_TOKEN say for whom."""
+def learner(
+    job: Annotated[str, typer.Option(help="Job id.")],
+    url: Annotated[str | None, typer.Option(help="The control service. [default: ECHO2_CONTROL_URL]")] = None,
+    token: Annotated[str | None, typer.Option(help="Learner token. [default: ECHO2_LEARNER_TOKEN]")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Checkpoints, cache. [default: ECHO2_STATE_DIR]")] = None,
+) -> None:
+    """Be the learner of a job, on one GPU; on several: torchrun -m app.learner, with the same options."""
     from app.learner.process import main as run
 
-    raise typer.Exit(run(job))
+    where = None if state_dir is None else str(state_dir.absolute())
+    raise typer.Exit(run(job, control_url=url, learner_token=token, state_dir=where))
 
 
 @app.command()
@@ -157,6 +163,13 @@ def job_watch(job_id: str) -> None:
     from app.watch import watch
 
     raise typer.Exit(watch(job_id))
+
+
+@job_app.command("learner-token")
+def job_learner_token(job_id: str, as_json: Json = False) -> None:
+    """What an attached learner is started with."""
+    answer = _call("POST", f"/v1/jobs/{job_id}/learner-token")
+    print(json.dumps(answer, indent=2) if as_json else answer["token"])
 
 
 @job_app.command("cancel")

@@ -25,6 +25,7 @@ from app.fleet.accounts import Accounts
 from app.fleet.bills import Bills
 from app.fleet.controller import Controller
 from app.fleet.core import Core, Secrets
+from app.fleet.exams import Exams
 from app.fleet.jobs import Jobs
 from app.fleet.learning import Learning
 from app.fleet.leases import Leases
@@ -112,7 +113,8 @@ def build_services(
         started_at=clock(),
     )
     accounts = Accounts(core)
-    leases, market, work = Leases(core, accounts), Market(core), Work(core)
+    exams = Exams(core)
+    leases, market, work = Leases(core, accounts), Market(core), Work(core, exams)
     node_service = Nodes(core, leases)
     lifecycle = Lifecycle(core, node_service, supervisor(core))
     controller = Controller(core, market, leases, node_service, work, lifecycle, accounts)
@@ -122,7 +124,7 @@ def build_services(
         jobs=Jobs(core, lifecycle, check_task),
         nodes=node_service,
         work=work,
-        learning=Learning(core),
+        learning=Learning(core, exams),
         market=market,
         controller=controller,
         reconciler=reconciler,

@@ -25,7 +25,9 @@ def open_providers(settings: Settings, marketplace_key: str, on_request: OnReque
 
 
 def _marketplace(settings: Settings, key: str, on_request: OnRequest) -> Provider:
-    return VastAI("marketplace", settings.marketplace_url, key, interval_scale=0.0, on_request=on_request)
+    return VastAI(
+        "marketplace", settings.marketplace_url, key, interval_scale=0.0, pulls_image=False, on_request=on_request
+    )
 
 
 def _vastai(settings: Settings, key: str, on_request: OnRequest) -> Provider:

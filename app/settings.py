@@ -229,6 +229,10 @@ class Settings(BaseSettings):
     first_nodes: int = Field(
         3, ge=1, le=1000, description="machines that share a job's target until one of them was measured, 1…1000"
     )
+    bubble_bound: float = Field(
+        0.05, ge=0, le=0.5, allow_inf_nan=False,
+        description="share of its time that a learner may wait before capacity is added, 0…0.5; 0: Eq. 2 alone decides",
+    )  # fmt: skip
     min_lease_seconds: Seconds = Field(
         120, description=f"time before which no lease is given back for its price or for surplus, {_SECONDS}"
     )
@@ -256,6 +260,10 @@ class Settings(BaseSettings):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$",
         description="the container image that a rented machine boots, such as python:3.11-slim",
     )
+    agent_image_gb: float = Field(
+        10, ge=0, le=1000, allow_inf_nan=False,
+        description="GB, 0…1000, that a machine downloads to have its image, where it pulls one",
+    )  # fmt: skip
     agent_package: str = Field(
         "echo2[agent]",
         max_length=1000,
@@ -268,10 +276,24 @@ class Settings(BaseSettings):
     learner_relay_host: str = Field(
         "127.0.0.1",
         pattern=r"^[A-Za-z0-9.:_-]+$",
-        description="the address that the learner's relay listens on and that nodes reach it at",
+        description="the address that the learner's relay listens on",
+    )
+    learner_relay_announce: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9._-]+$",
+        description="the host name or IPv4 address that nodes reach the learner's relay at; else where it listens",
+    )
+    learner_processes: int = Field(
+        1, ge=1, le=64, description="processes of a learner that is started here, one a GPU, 1…64"
     )
     learner_uplink_mbps: float = Field(
         1000, gt=0, le=1_000_000, allow_inf_nan=False, description="Mbit/s that the learner can send"
+    )
+    broadcast_transport: Literal["chain", "star", "store", "auto"] = Field(
+        "chain", description="chain, star, store or auto: how snapshots travel; auto takes the cheapest way"
+    )
+    store_egress_micros_gb: int = Field(
+        0, ge=0, le=1_000_000_000, description="micro-dollars per GB read from the object store, for auto"
     )
     max_upload_bytes: int = Field(64 << 20, ge=1 << 10, le=1 << 32, description="bytes of one upload, 1024…4294967296")
 

@@ -44,8 +44,8 @@ def job_panel(job: dict[str, Any]) -> Panel:
         ),
         (
             "capacity",
-            f"pool {_num(capacity['mu_pool'], 4)}   target {_num(capacity['mu_target'], 4)}   "
-            f"Eq. 2 {_num(capacity['mu_min'], 4)} rollouts/s",
+            f"pool {_num(capacity['mu_pool'], 4)}   held at {_num(capacity['mu_steered'], 4)}   "
+            f"Eq. 2 target {_num(capacity['mu_target'], 4)} rollouts/s",
         ),
         (
             "money",

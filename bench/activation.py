@@ -23,11 +23,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, vstack
 
-from app.fleet import sight
 from app.fleet.activation import Candidate, cheapest_cover, prefix
 from app.fleet.estimates import Measurement, Workload, gpu_table
-from app.fleet.market import JobView, pricer
 from app.fleet.pricing import Traffic
+from app.fleet.ranking import JobView, rank
 from app.protocol.job import JobSpec
 from providers.base import Billing, Offer
 
@@ -54,7 +53,7 @@ def job_view() -> JobView:
     )
     load = Workload(parameters=8_000_000_000, tokens_per_rollout=512.0)
     measured = (Measurement("RTX 4090", 3.0, 4.0), Measurement("A100 SXM4", 9.0, 8.0))
-    return JobView(spec, load, Traffic(20e9, 25e9), measured)
+    return JobView(spec, load, Traffic(20e9, 25e9), measured, model_bytes=16e9, image_bytes={"bench": 10e9})
 
 
 def random_offers(rng: random.Random, count: int) -> list[Offer]:
@@ -80,10 +79,9 @@ def random_offers(rng: random.Random, count: int) -> list[Offer]:
     return offers[:count]
 
 
-def rank(offers: Sequence[Offer], view: JobView) -> list[Candidate]:
-    """What the service does with offers: price each, sort by ρ, keep what the job may rent."""
-    priced = sorted(map(pricer(view), offers), key=lambda p: (bool(p.excluded), p.rho, p.offer.offer_id))
-    return [sight.candidate(p, float("inf")) for p in priced if not p.excluded]
+def ranked(offers: Sequence[Offer], view: JobView, slots: int) -> list[Candidate]:
+    """What the service does with offers: price each, rank them, keep what the job may rent and can be in a cover."""
+    return rank(offers, view).wanted.candidates(slots)
 
 
 def random_candidates(rng: random.Random, count: int) -> list[Candidate]:
@@ -98,7 +96,7 @@ def random_candidates(rng: random.Random, count: int) -> list[Candidate]:
 def random_market(rng: random.Random, view: JobView, index: int) -> Market:
     """A market whose need can be met."""
     count = round(SMALLEST * (LARGEST / SMALLEST) ** rng.random())
-    candidates = rank(random_offers(rng, count), view) if index % 2 == 0 else random_candidates(rng, count)
+    candidates = ranked(random_offers(rng, count), view, count) if index % 2 == 0 else random_candidates(rng, count)
     slots = rng.randint(2, 48)
     best: dict[str, float] = {}
     for c in candidates:
@@ -150,11 +148,11 @@ def timed(rng: random.Random, view: JobView) -> float:
     times = []
     for _ in range(TIMED):
         offers = random_offers(rng, LARGEST)
-        need = sum(c.mu for c in rank(offers, view)[: rng.randint(4, 16)])
+        need = sum(c.mu for c in ranked(offers, view, LARGEST)[: rng.randint(4, 16)])
         # What the benchmark itself left behind is not the service's to clean up.
         gc.collect()
         begin = time.process_time()
-        cheapest_cover(rank(offers, view), need, 32)
+        cheapest_cover(ranked(offers, view, 32), need, 32)
         times.append((time.process_time() - begin) * 1000)
     return statistics.quantiles(times, n=20)[-1]
 

@@ -7,6 +7,7 @@ what happens as JSON lines in a pipe, with the time of the machine's monotonic c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -90,6 +91,7 @@ def fork(role: Role, enter: Callable[[int], None], main: Callable[[Role, int, Te
             os.write(events_write, json.dumps(line).encode() + b"\n")
 
         enter(role.host)
+        _hurry()
         main(role, commands_read, tell)
         status = 0
     except BaseException:
@@ -99,6 +101,12 @@ def fork(role: Role, enter: Callable[[int], None], main: Callable[[Role, int, Te
         raise
     finally:
         os._exit(status)
+
+
+def _hurry() -> None:
+    """Other work on this machine is none of the lab's: its hosts go before it, as if each had a processor."""
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 def events(processes: Sequence[Process], timeout_s: float) -> list[Event]:

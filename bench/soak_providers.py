@@ -44,8 +44,12 @@ START_WAIT_S = 60.0
 END_WAIT_S = 300.0
 KILL_S = (6.0, 30.0)
 """Seconds between two kills of the control side; starting takes it about three."""
-STUCK_S = 180.0
-"""Seconds without any new instance after which the soak gives up."""
+STUCK_S = 3600.0
+"""Seconds of the market's time without any new instance after which the soak gives up: a slow machine is no fault."""
+DEAD_S = 120.0
+"""Seconds in which the market's time must move."""
+EARLY_KILLS = 2
+"""So often in a row the control side is killed before it got anywhere."""
 FOREIGN = "somebody-else"
 
 
@@ -208,29 +212,35 @@ def report(place: Place, state: Any, requests: Any, lives: int) -> dict[str, Any
 
 def storm(place: Place, market: Market, control: Child, rng: random.Random, lives: int) -> int:
     """Let things go wrong until there were enough lives; how often the control side was killed."""
-    chaos, kills, seen, news = Chaos(market, rng), 0, 0, time.monotonic()
-    kill_at = time.monotonic() + rng.uniform(*KILL_S)
+    chaos, clock, kills, early, seen = Chaos(market, rng), SharedClock(place.clock), 0, 0, 0
+    news = started = last = clock()
+    moved, kill_at = time.monotonic(), time.monotonic() + rng.uniform(*KILL_S)
     while True:
         chaos.act()
+        if clock() != last:
+            last, moved = clock(), time.monotonic()
+        elif time.monotonic() - moved > DEAD_S:
+            raise RuntimeError(f"not one round in {DEAD_S:.0f} s; see {place.log('driver')}")
         time.sleep(rng.uniform(0.05, 0.5))
         if control.code is not None:
             raise RuntimeError(
                 f"the control side ended by itself with status {control.code}; see {place.log('driver')}"
             )
-        if time.monotonic() >= kill_at:
+        if time.monotonic() >= kill_at and (clock() != started or early < EARLY_KILLS):
+            early = early + 1 if clock() == started else 0
             control.end(signal.SIGKILL)
             control.start()
-            kills += 1
-            kill_at = time.monotonic() + rng.uniform(*KILL_S)
+            kills, started = kills + 1, clock()
+            moved, kill_at = time.monotonic(), time.monotonic() + rng.uniform(*KILL_S)
             count = len(ours(market.get("state")))
             if count > seen:
-                seen, news = count, time.monotonic()
+                seen, news = count, clock()
                 print(f"{seen} lives, {kills} kills", file=sys.stderr, flush=True)
             if seen >= lives:
                 chaos.stop()
                 return kills
-            if time.monotonic() - news > STUCK_S:
-                raise RuntimeError(f"no new instance for {STUCK_S:.0f} s; see {place.log('driver')}")
+            if clock() - news > STUCK_S:
+                raise RuntimeError(f"no new instance for {STUCK_S:.0f} s of the market; see {place.log('driver')}")
 
 
 def run(place: Place, lives: int, seed: int) -> dict[str, Any]:

@@ -5,7 +5,9 @@ earlier version, so that the lag is exactly what the schedule says and a run is 
 
 * `const`: every batch of step t is from v_{t−S}, the worst that the budget allows;
 * `echo`: a version is published every κ = max(1, S − 1) steps and is in use one step later, so that the lag goes 2 … S
-  over and over (S = 1: always 1).
+  over and over (S = 1: always 1);
+* `adaptive`: like echo, with an S that the job's controller moves (`app/learner/adaptive.py`) and never above the given
+  one. Its mean is in the run as `mean_staleness`.
 
 Losses are those of `learner.loss`, and `uncorrected`: GRPO that takes the learner's own log-probs for the sampler's, so
 that nothing corrects for staleness. Unlike a fleet's nodes the sampler uses the weights in float32.
@@ -24,13 +26,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
+from app.learner.adaptive import Adaptive
 from app.learner.buffer import Group
 from app.learner.evaluate import Evaluator
 from app.learner.microbatch import Row, collate, completion_logprobs, split
@@ -39,6 +42,7 @@ from app.learner.sampling import eos_ids, sample
 from app.learner.tiny import tiny_model
 from app.learner.trainer import GRPOTrainer
 from app.protocol.job import JobSpec, LossName
+from app.protocol.learner import LearnerDirectives
 from app.protocol.trajectory import Rollout
 from app.tasks.base import Task
 from app.tasks.prompts import decode, encode_prompt
@@ -74,7 +78,7 @@ class Plan:
                     "params": {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5},
                 },
                 "budget_usd": "1",
-                "staleness_budget": self.staleness,
+                "staleness": {"max": self.staleness, "adaptive": self.schedule == "adaptive"},
                 "sampling": {"max_tokens": 8},
                 "learner": {
                     "learning_rate": self.learning_rate,
@@ -93,6 +97,34 @@ def behaviour_version(schedule: str, staleness: int, t: int) -> int:
         return max(0, t - staleness)
     period = max(1, staleness - 1)
     return max(0, (t - 2) // period * period, t - staleness)
+
+
+class Timetable:
+    """From which version each step's batch is sampled, and how S moves meanwhile."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._controller = Adaptive(plan.spec)
+        self._published = [0]
+        self.staleness = [plan.staleness]
+        """S of each step."""
+        self._period = plan.spec.kappa
+
+    def version(self, t: int) -> int:
+        """The version that the batch of step t is sampled from. To be asked for every step, in order."""
+        if self._plan.schedule != "adaptive":
+            return behaviour_version(self._plan.schedule, self._plan.staleness, t)
+        if t - self._published[-1] >= self._period:
+            self._published.append(t)
+        in_use = max(v for v in self._published if v <= max(0, t - 2))
+        return max(in_use, t - self.staleness[-1], 0)
+
+    def after(self, values: Mapping[str, float], lag: int) -> None:
+        """A step was made, from rollouts of this lag."""
+        now = LearnerDirectives(command="run", staleness_budget=self.staleness[-1], publish_period=self._period)
+        move = self._controller.after(values, {lag: 1}, now)
+        self.staleness.append(move.staleness_budget if move else self.staleness[-1])
+        self._period = move.publish_period if move else self._period
 
 
 class Sampler:
@@ -174,13 +206,15 @@ def run(plan: Plan, folder: Path, task: Task, clock: Callable[[], float] = time.
     trainer = GRPOTrainer(loaded.model, plan.spec)
     evaluator = Evaluator(loaded.model, loaded.tokenizer, task, plan.spec)
     sampler = Sampler(plan, loaded, task)
-    start, history = evaluator.run(), []
+    start, history, timetable = evaluator.run(), [], Timetable(plan)
     for t in range(plan.steps):
         sampler.keep(t)
-        groups = sampler.batch(t, behaviour_version(plan.schedule, plan.staleness, t))
+        version = timetable.version(t)
+        groups = sampler.batch(t, version)
         if plan.loss == UNCORRECTED:
             groups = forgetful(loaded.model, groups)
         history.append(trainer.step(groups).values)
+        timetable.after(history[-1], t - version)
     tail = history[-TAIL:]
     return dataclasses.asdict(plan) | {
         "start": start,
@@ -189,6 +223,7 @@ def run(plan: Plan, folder: Path, task: Task, clock: Callable[[], float] = time.
         "ess": statistics.fmean(h["ess"] for h in tail),
         "log_ratio_squared": statistics.fmean(h["log_ratio_squared"] for h in tail),
         "clip_share": statistics.fmean(h["clip_share"] for h in tail),
+        "mean_staleness": statistics.fmean(timetable.staleness[: plan.steps]),
         "cpu_s": round(clock() - began, 1),
     }
 
@@ -247,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=Path(".echo2/cache"), help="folder of the tiny model")
     default = ["ppo_clip", "dppo", "m2po", "m2po_clip", UNCORRECTED]
     parser.add_argument("--losses", type=listed(str, LOSSES), default=default, help=f"of {', '.join(LOSSES)}")
-    parser.add_argument("--schedules", type=listed(str, ("const", "echo")), default=["echo"])
+    parser.add_argument("--schedules", type=listed(str, ("const", "echo", "adaptive")), default=["echo"])
     parser.add_argument(
         "--staleness", type=listed(int, range(1, 1001)), default=[1, 2, 3, 6, 11, 20], help="values of S"
     )

@@ -25,6 +25,7 @@
 #include <unistd.h>
 
 enum { HOSTS = 40, RING = 1 << 14, FRAME = 66000 };
+static const int64_t GRAIN_NS = 250000; /* looks no more often: what gathers meanwhile is moved in one go */
 
 struct packet { int64_t due; int to, size, wire; uint8_t bytes[]; };
 struct ring { struct packet *slot[RING]; unsigned head, tail; };
@@ -159,14 +160,15 @@ int main(int argc, char **argv) {
     set_rates(h, up, down);
     h->delay = (int64_t)(delay * 1e6), h->patience = (int64_t)(queue * 1e6);
   }
-  sched_setscheduler(0, SCHED_RR, &(struct sched_param){.sched_priority = 1}); /* a router is never late; without leave: best effort */
+  sched_setscheduler(0, SCHED_RR, &(struct sched_param){.sched_priority = 2}); /* a router is never late; without leave: best effort */
   struct pollfd fds[HOSTS + 1] = {{.fd = 0, .events = POLLIN}};
   for (int i = 0; i < count; i++) fds[i + 1] = (struct pollfd){.fd = hosts[i]->tun, .events = POLLIN};
   puts("up");
   fflush(stdout);
   for (;;) {
     int64_t next = advance(), wait = next < 0 ? 1000000000 : next - now_ns();
-    if (wait < 0) wait = 0;
+    nanosleep(&(struct timespec){0, GRAIN_NS}, NULL);
+    wait = wait < GRAIN_NS ? 0 : wait - GRAIN_NS;
     struct timespec limit = {wait / 1000000000, wait % 1000000000};
     if (ppoll(fds, count + 1, &limit, NULL) < 0 && errno != EINTR) fail("ppoll");
     if (fds[0].revents && !command()) return 0;

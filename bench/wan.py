@@ -21,6 +21,7 @@ PREFIX = "e2wan"
 CLONE_NEWNET = 0x40000000
 COMMAND_TIMEOUT_S = 20.0
 SUBNET = "10.99.0"
+MIN_SEGMENTS = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Wan:
         os.close(namespace)
         # What one connection learnt of the path must not help the next case.
         _set_ipv4("tcp_no_metrics_save", "1")
+        # Large segments, as a fast network card would be given them: all hosts and the router share this machine.
+        _set_ipv4("tcp_min_tso_segs", str(MIN_SEGMENTS))
         _set_ipv4("tcp_slow_start_after_idle", str(int(self._idle_restart)))
 
     def __enter__(self) -> Self:
@@ -109,7 +112,7 @@ class Wan:
             raise RuntimeError("the router of the lab did not start; what it says is above")
         for k, name in enumerate(self._names):
             # Large segments would make a slow link bursty; on a fast one they save the router's time.
-            segment = 16384 if self._links[k].up_mbps <= 300 else 65536
+            segment = 40000 if self._links[k].up_mbps <= 300 else 65536
             _batch(
                 f"-n {name}",
                 f"link set lo up\nlink set wan0 gso_max_size {segment} txqueuelen 2000\n"

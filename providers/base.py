@@ -52,6 +52,8 @@ class Caps:
     idempotency_key: bool = False
     notice_s: float = 0.0
     list_page: int = 25
+    pulls_image: bool = True
+    """Whether a machine downloads the image before it starts; False where its software is there already."""
     prepaid: bool = True
     """False where the account is billed afterwards: there is no credit, and `balance` raises CapabilityError."""
     spot_billing: Billing = Billing.SPOT_BID
@@ -140,6 +142,10 @@ class Instance:
     public_host: str | None = None
     ports: Mapping[int, int] = field(default_factory=dict)
     """Container port to public port."""
+    floor_micros_h: int | None = None
+    """What a bid must reach now; None for machines without bids, and where it is not told."""
+    ends_at: datetime | None = None
+    """When the host ends the contract; None when that is open or not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +198,18 @@ class Notice:
     instance_id: str
     kind: Literal["interruption", "rebalance"]
     at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class PriceIncrease:
+    """A host wants more for a machine that we rent. Nothing changes until it is accepted; if it never is, the contract
+    ends at its end."""
+
+    provider: str
+    instance_id: str
+    increase_id: str
+    compute_micros_h: int
+    """Whole machine, without disk and traffic."""
 
 
 class Retry(StrEnum):
@@ -361,4 +379,17 @@ class Provider(Protocol):
 
     async def aclose(self) -> None:
         """Close connections."""
+        ...
+
+
+@runtime_checkable
+class Announcing(Protocol):
+    """A provider that tells of price increases before they hold."""
+
+    async def price_increases(self) -> Sequence[PriceIncrease]:
+        """All that wait for an answer."""
+        ...
+
+    async def accept_increase(self, increase_id: str) -> None:
+        """Agree to one. BadRequest if it does not wait any more."""
         ...

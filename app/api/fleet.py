@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -12,12 +11,11 @@ from sqlalchemy import select
 from app.api.deps import CallerDep, Services, ServicesDep
 from app.api.paging import Limit
 from app.api.tables import table, text_response, wants_text
-from app.fleet.estimates import Workload
-from app.fleet.market import JobView
-from app.fleet.pricing import Traffic
+from app.fleet.offers import TEXT_COLUMNS, default_view, offer_view, ranked_for, text_row
+from app.fleet.ranking import JobView, barred
 from app.fleet.sight import job_view
 from app.protocol.base import usd
-from app.protocol.job import FINAL_STATUSES, JobSpec, TaskSpec
+from app.protocol.job import FINAL_STATUSES
 from app.storage.models import Job
 
 router = APIRouter(prefix="/v1", tags=["fleet"])
@@ -33,15 +31,11 @@ LEASE_COLUMNS = (
 FORECAST_COLUMNS = ("ends_at", "cost_usd", "low_usd", "high_usd", "budget_lasts_until", "basis")
 PROVIDER_COLUMNS = ("name", "usable", "credit_usd", "usd_per_hour", "reason")
 CAP_COLUMNS = ("usd_per_hour", "max_usd_per_hour", "committed_usd", "max_usd_total")
-OFFER_COLUMNS = (
-    "offer_id", "provider", "gpu_name", "num_gpus", "region", "billing", "price_per_hour", "effective_price_per_hour",
-    "mu", "mu_source", "rho", "excluded",
-)  # fmt: skip
 
 
 def _fleet_text(view: dict[str, Any]) -> str:
     capacity = view["capacity"]
-    shown = ("mu_min", "mu_target", "mu_pool", "feasible")
+    shown = ("mu_min", "mu_target", "mu_steered", "mu_pool", "feasible", "steering")
     return table([{k: capacity.get(k) for k in shown}], shown) + "\n\n" + table(view["nodes"], NODE_COLUMNS)
 
 
@@ -133,29 +127,25 @@ async def offers(
     job_id: Annotated[str | None, Query()] = None,
     limit: Limit = 200,
 ) -> Response:
-    """The market as a job sees it, ranked by ρ; without a job as the tiny default job would see it."""
+    """The market as a job sees it, ranked by ρ; without a job for an assumed one, which the answer tells of."""
     view = await _job_view(svc, job_id)
     names = view.spec.fleet.providers or list(svc.core.providers)
     await svc.market.refresh(names, view.spec.fleet.interruptible, max_age_s=svc.core.settings.offer_refresh_seconds)
     async with svc.core.db.read() as session:
         room = await svc.accounts.room(session)
-        ranked = [
-            replace(p, excluded=p.excluded or room.why_not(p.offer.provider, p.price.total))
-            for p in await svc.market.ranked(session, view)
-        ]
-    ranked.sort(key=lambda p: bool(p.excluded))
-    rows = [svc.views.offer(p) for p in ranked[:limit]]
-    for row in rows:
-        # Infinity is not JSON.
-        row["rho"] = row["rho"] if row["rho"] != float("inf") else None
+        view = await svc.market.informed(session, view)
+        ranking = await svc.market.ranked(session, view)
+    ranked = barred(ranking, lambda p: room.why_not(p.offer.provider, p.price.total))
+    rows = [offer_view(p) for p in ranked[:limit]]
+    basis = ranked_for(view, job_id)
     if wants_text(request):
-        return text_response(table(rows, OFFER_COLUMNS))
-    return JSONResponse({"items": rows, "next_cursor": None, "providers": svc.market.troubles()})
+        return text_response(f"{basis['text']}\n\n{table([text_row(r) for r in rows], TEXT_COLUMNS)}")
+    troubles = svc.market.troubles()
+    return JSONResponse({"ranked_for": basis, "items": rows, "next_cursor": None, "providers": troubles})
 
 
 async def _job_view(svc: Services, job_id: str | None) -> JobView:
-    if job_id is not None:
-        await svc.jobs.get(job_id)
-        return job_view(await svc.controller.observe(job_id))
-    spec = JobSpec(model="tiny", task=TaskSpec(name="reasoning_gym"), budget_usd="1")
-    return JobView(spec, Workload(8_000_000_000, 1024.0), Traffic(0.0, 0.0))
+    if job_id is None:
+        return default_view()
+    await svc.jobs.get(job_id)
+    return job_view(await svc.controller.observe(job_id))

@@ -121,6 +121,13 @@ async def resume_job(job_id: str, request: Request, who: CallerDep, svc: Service
     return await once(request, svc, who.id, act)
 
 
+@router.post("/{job_id}/learner-token")
+async def learner_token(job_id: str, who: CallerDep, svc: ServicesDep) -> dict[str, str]:
+    """What an attached learner is started with. The same one each time; it opens this job's learner calls only."""
+    token = await svc.jobs.learner_token(job_id)
+    return {"job_id": job_id, "token": token, "control_url": svc.core.settings.public_url}
+
+
 @router.get("/{job_id}/steps")
 async def list_steps(
     job_id: str, request: Request, who: CallerDep, svc: ServicesDep, limit: Limit = 200, cursor: Cursor = None

@@ -9,11 +9,13 @@ from fastapi import APIRouter, Query
 from app.api.deps import EpochDep, LearnerDep, ServicesDep
 from app.protocol.learner import (
     Done,
+    Drops,
     EvalReport,
     LearnerDirectives,
     LearnerHeartbeat,
     Published,
     Ready,
+    ReadyAnswer,
     StartAnswer,
     StartRequest,
     StepReport,
@@ -30,7 +32,7 @@ async def start(body: StartRequest, job_id: LearnerDep, svc: ServicesDep) -> Sta
 
 
 @router.post("/ready")
-async def ready(body: Ready, job_id: LearnerDep, epoch: EpochDep, svc: ServicesDep) -> LearnerDirectives:
+async def ready(body: Ready, job_id: LearnerDep, epoch: EpochDep, svc: ServicesDep) -> ReadyAnswer:
     """Model and task load."""
     return await svc.learning.ready(job_id, epoch, body)
 
@@ -63,6 +65,12 @@ async def published(body: Published, job_id: LearnerDep, epoch: EpochDep, svc: S
 async def step(body: StepReport, job_id: LearnerDep, epoch: EpochDep, svc: ServicesDep) -> LearnerDirectives:
     """A step was made."""
     return await svc.learning.step(job_id, epoch, body)
+
+
+@router.post("/drops")
+async def drops(body: Drops, job_id: LearnerDep, epoch: EpochDep, svc: ServicesDep) -> LearnerDirectives:
+    """Groups that will never be trained on."""
+    return await svc.learning.drops(job_id, epoch, body)
 
 
 @router.post("/evals")

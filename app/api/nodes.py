@@ -34,6 +34,8 @@ async def join(body: JoinRequest, request: Request, svc: ServicesDep) -> JoinAns
 @router.post("/{node_id}/heartbeat")
 async def heartbeat(body: Heartbeat, node_id: NodeDep, svc: ServicesDep) -> Directives:
     """State in, directives out."""
+    if body.interruption is not None:
+        await svc.notices.heard(node_id, body.interruption)
     return await svc.nodes.heartbeat(node_id, body)
 
 

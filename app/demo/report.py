@@ -46,12 +46,27 @@ def summarise(http: httpx.Client, market: httpx.Client, feed: Feed, job_id: str,
         "chain_depth_max": broadcast["chain_depth_max"],
         "bytes_from_learner": broadcast["bytes_from_learner"],
         "bytes_from_peers": broadcast["bytes_from_peers"],
+        "versions_published": broadcast["versions"],
+        "deltas_published": broadcast["deltas"],
+        "deltas_applied": broadcast["deltas_applied"],
+        "bytes_saved_by_deltas": broadcast["bytes_saved"],
+        "last_publish": _publish(broadcast["publishes"]),
         "bubble_ratio": job["learner"]["bubble_ratio"],
         "dropped_ratio": job["learner"]["dropped_ratio"],
         "t_train_mean": sum(s["t_train"] for s in steps) / len(steps) if steps else None,
         "t_bcast_mean": broadcast["t_bcast_mean"],
         "wall_seconds": round(wall, 1),
     }
+
+
+def _publish(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the newest version weighed and how it was sent, in words."""
+    if not rows:
+        return None
+    row = rows[0]
+    if row["sent"] == "full":
+        return f"v{row['version']}: {row['bytes']} bytes in full; {row['note']}"
+    return f"v{row['version']}: {row['bytes']} bytes, delta of {row['delta_bytes']} ({row['delta_share']:.1%})"
 
 
 def _books(market: httpx.Client) -> dict[str, Any]:

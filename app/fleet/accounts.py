@@ -1,7 +1,7 @@
 """Our accounts: whether each provider can be paid, and what all jobs together may still rent.
 
-Invariant: a provider whose key is refused or whose credit is gone rents nothing until it answers well again, and says
-why; no other provider feels it. What a provider did not answer changes nothing.
+Invariant: a provider whose key is refused, whose credit is gone or whose list of instances can't be read rents nothing
+until it answers well again, and says why; no other provider feels it. What a provider did not answer changes nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from app.fleet.purse import Room
 from app.protocol.base import micros, usd
 from app.protocol.job import FINAL_STATUSES
 from app.storage.models import OPEN_STATES, Job, Lease, LeaseState, Node
-from providers.base import AuthError, CapabilityError, CreditError, ProviderError
+from providers.base import AuthError, CapabilityError, CreditError, EndpointDeprecated, ProviderError, RateLimited
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 600.0
 """A provider that refused a create call for want of credit, though its balance tells nothing of it, is left alone for
 this long."""
+
+
+LISTS_TOLERATED = 2
+"""Listings in a row that may fail before nothing more is rented there."""
+SHORT_WAIT_S = 15.0
+"""Told to wait no longer than this, the next round may just ask again."""
 
 
 @dataclass
@@ -43,6 +49,10 @@ class Standing:
     credit_then: int | None = None
     """The credit when it refused."""
     low: bool = False
+    lists_failed: int = 0
+    """Listings in a row that could not be read."""
+    unlisted: str = ""
+    """Why the last of them could not."""
 
 
 class Accounts:
@@ -60,7 +70,27 @@ class Accounts:
                 out[name] = standing.unusable
             elif standing.low and standing.credit is not None:
                 out[name] = _low(standing.credit, self.core.settings.min_credit_hours)
+            elif standing.lists_failed >= LISTS_TOLERATED:
+                out[name] = f"its list of instances can't be read: {standing.unlisted}"
         return out
+
+    async def listed(self, session: AsyncSession, name: str, error: ProviderError | None) -> None:
+        """A look at the list of instances went well (None), or failed. What can't be seen can be neither settled nor
+        verified: nothing is rented there until it can."""
+        standing = self._standings[name]
+        was = standing.lists_failed >= LISTS_TOLERATED
+        if error is None:
+            standing.lists_failed, standing.unlisted = 0, ""
+            if was:
+                await self._tell(session, name, "provider_listed", f"{name}: its list of instances can be read again")
+            return
+        # Whom the provider does not know, and what it has retired, is not a blip.
+        certain = isinstance(error, AuthError | EndpointDeprecated)
+        standing.lists_failed += LISTS_TOLERATED if certain else 1
+        standing.unlisted = f"{error.code}: {error}"
+        if not was and standing.lists_failed >= LISTS_TOLERATED:
+            words = f"nothing is rented at {name}: its list of instances can't be read: {standing.unlisted}"
+            await self._tell(session, name, "provider_unlisted", words)
 
     def credit(self, provider: str) -> int | None:
         """Micro-dollars left, where the provider tells."""
@@ -125,9 +155,13 @@ class Accounts:
 
     async def refused(self, session: AsyncSession, provider: str, error: ProviderError | None) -> bool:
         """A create call was refused. True if that says something of the account, and nothing of the machine."""
+        standing = self._standings[provider]
+        if isinstance(error, RateLimited) and error.wait_s > SHORT_WAIT_S:
+            standing.until, standing.credit_then = self.core.clock() + error.wait_s, None
+            await self._mark(session, provider, f"it was asked too often and wants {error.wait_s:.0f} s of peace")
+            return True
         if not isinstance(error, AuthError | CreditError):
             return False
-        standing = self._standings[provider]
         standing.until, standing.credit_then = self.core.clock() + AGAIN_S, standing.credit
         await self._mark(session, provider, _refusal(error))
         return True

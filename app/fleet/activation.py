@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from app.fleet import bids
 from app.fleet.cover import Candidate, cheapest_cover, prefix
 
 __all__ = ["Candidate", "Decision", "Policy", "Running", "cheapest_cover", "decide", "prefix"]
@@ -27,7 +28,15 @@ class Running:
     """Its node works; a booting one counts as capacity but is never released for being too much."""
     age_s: float
     endangered: bool = False
-    """It will be taken away: outbid at the price in force, or its provider said so."""
+    """Its provider said that it may be taken away."""
+    outbid: bool = False
+    """It stays only for more money: at `candidate.price`, or a little less, but not below `least`."""
+    least: int = 0
+    """Its price at the bare floor of its bid, without a margin; 0 where nothing is asked for."""
+    known: bool = True
+    """`candidate.usual` rests on as long a look as it averages over."""
+    ending: str = ""
+    """Why it will be over soon, whatever is paid; empty if it will not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class Policy:
     early_saving: float = 0.65
     """Share of the old price for which a younger lease is swapped as well: no swing of ±40 % offers as much."""
     switch_s: float = 90.0
-    """Start-up time of a replacement: both are paid meanwhile."""
+    """Start-up time of a replacement, where its offer tells none: both are paid meanwhile."""
     life_h: float = 1.0
     """How long a saving is expected to last."""
     min_saving: float = 0.15
@@ -70,7 +79,9 @@ class Decision:
     retire: list[tuple[str, str]] = field(default_factory=list)
     """Key of a lease to give back once what is rented here works, reason."""
     rebid: list[str] = field(default_factory=list)
-    """Keys of endangered leases that are worth their new price."""
+    """Keys of outbid or endangered leases that are worth their new price."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """What those that are rented or bid for are worth at most, by key: the price of what would take their place."""
 
 
 def decide(
@@ -78,41 +89,102 @@ def decide(
 ) -> Decision:
     """Hold the pool at the target for the least money.
 
-    `slots` is the most machines that the job may have at once, those running included. The price of an endangered
-    lease is what keeping it would cost; it competes with the market at that price.
+    `slots` is the most machines that the job may have at once, those running included. The price of an outbid or
+    endangered lease is what keeping it would cost. The endangered competes with the market at that price; the outbid
+    stays as long as that is less than what would replace it and the switch together (`bids.limit`).
     """
     if len(running) > max(0, slots):
         return Decision(release=_excess(running, max(0, slots)))
-    safe = [r for r in running if not r.endangered]
-    endangered = {r.candidate.key: r for r in running if r.endangered}
-    planned = sum(r.candidate.mu for r in safe)
     used = {r.candidate.machine for r in running}
     market = [o for o in offers if o.machine not in used]
     free = slots - len(running)
+    limits = {r.candidate.key: _worth(r, market, max(1, free), policy) for r in running if r.outbid and not r.ending}
+    held = [_judged(r, limits) for r in running]
+    raised = [key for key, limit in limits.items() if limit is None or _least(held, key) <= limit]
+    worth = {key: limit for key in raised if (limit := limits[key]) is not None}
+    made = _fill(held, market, target, slots, policy)
+    moved = {key for key, _ in [*made.release, *made.retire]}
+    kept = [key for key in [*made.rebid, *raised] if key not in moved]
+    return replace(made, rebid=list(dict.fromkeys(kept)), limits={**made.limits, **worth})
+
+
+def _fill(held: Sequence[Running], market: Sequence[Candidate], target: float, slots: int, policy: Policy) -> Decision:
+    """Rent what is missing, give back what is too much, swap what is dear."""
+    safe = [r for r in held if not r.endangered and not r.ending]
+    leaving = {r.candidate.key: r for r in held if r.endangered or r.ending}
+    planned, free = sum(r.candidate.mu for r in safe), slots - len(held)
     if planned < target * policy.rent_below * (1 - ROUNDING):
-        pool = [*market, *(r.candidate for r in endangered.values())]
+        pool = [*market, *(r.candidate for r in leaving.values() if not r.ending)]
         cover = cheapest_cover(pool, target - planned, slots - len(safe))
         if cover:
-            return _cover_decision(cover, endangered, free)
+            made = _cover_decision(cover, leaving, free)
+            return replace(made, limits=_rent_limits(made.rent, market, max(1, free)))
+    elif spare := [(r.candidate.key, f"{r.ending}; the others are enough") for r in held if r.ending]:
+        return Decision(release=spare)
     surplus = _surplus(safe, planned, target, policy)
     if surplus is not None:
         return Decision(release=[surplus])
     return _swap(safe, market, free, policy)
 
 
+def _least(held: Sequence[Running], key: str) -> int:
+    return next(r.least for r in held if r.candidate.key == key)
+
+
+def _judged(r: Running, limits: Mapping[str, int | None]) -> Running:
+    """An outbid lease at the price at which it stays; one that is not worth the floor is on its way out."""
+    limit = limits.get(r.candidate.key)
+    if limit is None:
+        return r
+    if r.least > limit:
+        why = f"outbid: keeping it costs ${r.least / 1e6:.4f}/h, what takes its place is worth ${limit / 1e6:.4f}/h"
+        return replace(r, ending=why)
+    return replace(r, candidate=replace(r.candidate, price=min(r.candidate.price, limit)))
+
+
+def _worth(r: Running, market: Sequence[Candidate], slots: int, policy: Policy) -> int | None:
+    """The most that keeping a lease may cost before it is let go; None if nothing can take its place."""
+    old = r.candidate
+    cover = cheapest_cover([replace(o, price=_lasting(o)) for o in market], old.mu, slots)
+    if sum(c.mu for c in cover) < old.mu * (1 - ROUNDING):
+        return None
+    rival = sum(c.price for c in cover)
+    switch = round((_at_best(old) + rival) * _switch_s(cover, policy) / 3600)
+    if not r.known:
+        # Nobody can tell a swing from a rise yet: only what no swing explains is left.
+        return bids.limit(rival, switch, policy.life_h, policy.early_saving)
+    return bids.limit(rival, switch, policy.life_h, policy.min_saving, old.usual)
+
+
+def _rent_limits(rent: Sequence[Candidate], market: Sequence[Candidate], slots: int) -> dict[str, int]:
+    """What each of those is worth at most: the price of what would be rented instead of it."""
+    taken = {c.machine for c in rent}
+    others = [o for o in market if o.machine not in taken]
+    out = {}
+    for c in rent:
+        instead = cheapest_cover(others, c.mu, slots)
+        if sum(o.mu for o in instead) >= c.mu * (1 - ROUNDING):
+            out[c.key] = sum(o.price for o in instead)
+    return out
+
+
+def _switch_s(cover: Sequence[Candidate], policy: Policy) -> float:
+    return max((c.start_s or policy.switch_s for c in cover), default=policy.switch_s)
+
+
 def _excess(running: Sequence[Running], slots: int) -> list[tuple[str, str]]:
     """What has to go because the user allows fewer machines now: the endangered, then the dearest ρ."""
-    worst = sorted(running, key=lambda r: (not r.endangered, -r.candidate.rho, r.candidate.key))
+    worst = sorted(running, key=lambda r: (not (r.endangered or r.ending), -r.candidate.rho, r.candidate.key))
     why = f"{len(running)} machines, but only {slots} are allowed now"
     return [(r.candidate.key, why) for r in worst[: len(running) - slots]]
 
 
 def _cover_decision(cover: Sequence[Candidate], endangered: Mapping[str, Running], free: int) -> Decision:
-    """Rent what is new, raise the bid of what stays, let go of the endangered rest."""
+    """Rent what is new, keep what is worth it, let go of the endangered rest."""
     rent = [c for c in cover if c.key not in endangered]
     rebid = [c.key for c in cover if c.key in endangered]
-    why = "outbid, or about to be interrupted; cheaper machines take its place"
-    leaving = [(key, why) for key in endangered if key not in rebid] if rent else []
+    why = "about to be interrupted; cheaper machines take its place"
+    leaving = [(key, r.ending or why) for key, r in endangered.items() if key not in rebid] if rent else []
     # Without room for both, the endangered make place first.
     now = max(0, len(rent) - free)
     return Decision(rent=rent, release=leaving[:now], retire=leaving[now:], rebid=rebid)
@@ -139,7 +211,7 @@ def _swap(running: Sequence[Running], market: Sequence[Candidate], free: int, po
             continue
         cost, price = sum(_lasting(c) for c in cover), _at_best(r.candidate)
         saving_h = price - cost
-        switch = (price + cost) * policy.switch_s / 3600
+        switch = (price + cost) * _switch_s(cover, policy) / 3600
         if saving_h * policy.life_h <= switch:
             continue
         why = f"swapped for {len(cover)} cheaper: saves ${saving_h / 1e6:.4f}/h, the switch costs ${switch / 1e6:.4f}"

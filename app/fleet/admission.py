@@ -6,20 +6,35 @@ consumed in order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+LOOK = 3
+"""Newest steps that say how much the next one consumes."""
+
 
 def grantable(*, step: int, version: int, staleness: int, prompts: int, ahead: int) -> int:
     """How many further groups sampled under `version` would still be admissible when their turn comes.
 
-    `step` is t, the learner's completed steps; `ahead` counts groups that are accepted or leased and not yet trained
-    on. The group after `ahead` others is consumed at step t + ⌊ahead / prompts⌋ and is admissible while that step
-    minus `version` is at most S. Same bound as AReaL's admission, (η + version + 1)·B − (accepted + running).
+    `step` is t, the learner's completed steps; `prompts` what a step consumes (`consumed`); `ahead` counts groups that
+    are accepted or leased and not yet trained on. The group after `ahead` others is consumed at step
+    t + ⌊ahead / prompts⌋ and is admissible while that step minus `version` is at most S. Same bound as AReaL's
+    admission, (η + version + 1)·B − (accepted + running).
     """
     return max(0, (staleness + version - step + 1) * prompts - ahead)
+
+
+def consumed(recent: Sequence[int], *, prompts: int, most: int) -> int:
+    """Groups that the next step will consume at least: `prompts`, or more if every one of the newest steps did.
+
+    A learner makes up for groups without a signal from what is to spare (`learner.refill`). What it consumed over and
+    above `prompts` is let out again, so that there is something to spare; `most` bounds it. With fewer than LOOK steps
+    on record nothing is known.
+    """
+    return prompts if len(recent) < LOOK else max(prompts, min(most, *recent))
 
 
 @lru_cache(maxsize=16)

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import blake3
+import pyarrow as pa
 from sqlalchemy import select
 
+from app.fleet import replay
 from app.fleet.core import Core
+from app.fleet.exams import Exams, is_exam
+from app.fleet.exams import answers as exam_answers
 from app.protocol import trajectory
 from app.protocol.errors import Conflict, Refused
 from app.protocol.job import JobSpec
 from app.protocol.node import CommitAnswer, CommitRequest
-from app.storage.models import ItemStatus, Job, Node, Trajectory, WorkItem
+from app.storage.models import ExamItem, ItemStatus, Job, Node, Trajectory, WorkItem
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +35,9 @@ REFUSED_TOLERATED = 20
 class Commits:
     """Takes results."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, exams: Exams) -> None:
         self.core = core
+        self.exams = exams
 
     async def _job_of(self, node_id: str) -> str:
         async with self.core.db.read() as session:
@@ -63,14 +68,30 @@ class Commits:
         if not request.key.startswith(f"jobs/{job.id}/trajectories/") or mine not in request.key:
             raise Refused("foreign_key", "this key was not given to this node")
         spec = JobSpec.model_validate(job.spec)
-        expected = self._expected(node_id, items, request, spec.batch.group_size)
-        versions = await self._checked(request, expected, job, spec.sampling.max_tokens)
-        return await self._accept(node_id, request, versions, spec)
+        if all(map(is_exam, request.work_items)):
+            return await self._commit_exam(node_id, request, job, spec)
+        sizes = dict.fromkeys(request.work_items, spec.batch.group_size)
+        expected = self._expected(node_id, items, request, sizes)
+        table = await self._checked(request, expected, job, spec.sampling.max_tokens)
+        return await self._accept(node_id, request, trajectory.oldest_versions(table), spec)
+
+    async def _commit_exam(self, node_id: str, request: CommitRequest, job: Job, spec: JobSpec) -> CommitAnswer:
+        """Answers to held-out prompts: scored and forgotten; the file is not for the learner."""
+        async with self.core.db.read() as session:
+            items = list(await session.scalars(select(ExamItem).where(ExamItem.id.in_(request.work_items))))
+        expected = self._expected(node_id, items, request, {i.id: i.samples for i in items})
+        table = await self._checked(request, expected, job, spec.sampling.max_tokens)
+        async with self.core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job.id))).one()
+            taken = await self.exams.accept(session, job, node_id, exam_answers(table))
+        await asyncio.to_thread(self.core.objects.delete, request.key)
+        self.core.announce(job.id)
+        return CommitAnswer(accepted=taken, late=sorted(set(request.work_items) - set(taken)))
 
     async def _checked(
         self, request: CommitRequest, expected: dict[str, trajectory.Expected], job: Job, max_tokens: int
-    ) -> dict[str, int]:
-        """The file's oldest versions by work item.
+    ) -> pa.Table:
+        """The file's table, held against what was leased.
 
         A node has a version from its relay before the learner's word of it must be here: a file from a version that is
         not published yet waits for that for a moment.
@@ -90,22 +111,22 @@ class Commits:
 
     @staticmethod
     def _expected(
-        node_id: str, items: Sequence[WorkItem], request: CommitRequest, group_size: int
+        node_id: str, items: Sequence[WorkItem] | Sequence[ExamItem], request: CommitRequest, sizes: Mapping[str, int]
     ) -> dict[str, trajectory.Expected]:
         """The items that the file must hold. One that is not, or no longer, this node's is refused by name."""
-        found = {item.id: item for item in items}
+        found: dict[str, WorkItem | ExamItem] = {item.id: item for item in items}
         expected: dict[str, trajectory.Expected] = {}
         for wanted in request.work_items:
             item = found.get(wanted)
             if item is None or item.node_id != node_id or item.status != ItemStatus.LEASED:
                 raise Refused("foreign_work_item", f"work item {wanted} is not leased to this node")
-            expected[wanted] = trajectory.Expected(item.prompt_index, group_size)
+            expected[wanted] = trajectory.Expected(item.prompt_index, sizes[wanted])
         return expected
 
     def _check_file(
         self, request: CommitRequest, expected: dict[str, trajectory.Expected], newest: int, max_tokens: int
-    ) -> dict[str, int]:
-        """Read and check the file in a thread. Returns the oldest version by work item."""
+    ) -> pa.Table:
+        """Read and check the file in a thread."""
         if request.size > self.core.settings.max_upload_bytes:
             raise Refused("too_large", f"at most {self.core.settings.max_upload_bytes} bytes are accepted")
         info = self.core.objects.head(request.key)
@@ -119,7 +140,7 @@ class Commits:
         rows = sum(e.group_size for e in expected.values())
         table = trajectory.read_table(data, max_rows=rows)
         trajectory.validate(table, expected, newest_version=newest, max_tokens=max_tokens)
-        return trajectory.oldest_versions(table)
+        return table
 
     async def _accept(
         self, node_id: str, request: CommitRequest, versions: dict[str, int], spec: JobSpec
@@ -143,7 +164,8 @@ class Commits:
                     late.append(item.id)
                 elif job.step - versions[item.id] > job.staleness_budget:
                     late.append(item.id)
-                    self._drop(job, item, "stale", spec.batch.group_size)
+                    lag = job.step - versions[item.id]
+                    replay.drop(self.core, job, item, "stale", spec.batch.group_size, lag=lag)
                 else:
                     accepted.append(item.id)
                     item.status, item.trajectory_seq = ItemStatus.ACCEPTED, row.seq
@@ -154,11 +176,6 @@ class Commits:
             node.files_refused = 0
             self.core.metrics.accepted.labels(job.id).inc(rollouts)
         return CommitAnswer(accepted=accepted, late=late)
-
-    def _drop(self, job: Job, item: WorkItem, reason: str, group_size: int) -> None:
-        item.status, item.drop_reason, item.deadline_at = ItemStatus.DROPPED, reason, None
-        job.rollouts_dropped += group_size
-        self.core.metrics.dropped.labels(job.id, reason).inc(group_size)
 
     async def _count_refusal(self, node_id: str, request: CommitRequest, refusal: Refused) -> None:
         """A refused file: its items are pending again, the refusal is counted and told."""
@@ -174,6 +191,7 @@ class Commits:
             )
             for item in items:
                 item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+            await self.exams.hand_back(session, node_id, request.work_items)
             self.core.emit(
                 session, node.job_id, "trajectory_refused", f"{refusal.reason}: {refusal.detail}",
                 node=node_id, key=request.key,

@@ -13,26 +13,29 @@ from collections.abc import Sequence
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import activation, capacity, estimates, money, pricing, sight
+from app.fleet import activation, capacity, estimates, sight, steering
 from app.fleet.accounts import Accounts
+from app.fleet.bidding import Bidding
 from app.fleet.core import Core
 from app.fleet.leases import Choice, Leases
 from app.fleet.lifecycle import Lifecycle
-from app.fleet.market import Market, Priced, matches
+from app.fleet.market import Market, matches
 from app.fleet.nodes import Nodes
-from app.fleet.purse import Room
+from app.fleet.ranking import JobView, Ranking
 from app.fleet.spending import Spending
 from app.fleet.work import Work
 from app.protocol.base import usd
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import NodeState
-from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
-from providers.base import Billing, ProviderError
+from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice, Step
+from providers.base import Billing
 
 log = logging.getLogger(__name__)
 
 URGENT = 0.7
 """A pool below this share of its target is filled at once."""
+LAST_S = 60.0
+"""So long before its host ends it, a machine is drained: what it has made is handed in."""
 LOOPING = (JobStatus.PROVISIONING, JobStatus.RUNNING)
 
 
@@ -62,8 +65,7 @@ class Controller:
         self._patience = activation.Patience()
         self._short: dict[str, str] = {}
         """Job → what it was last told about being short of capacity, so that it is told once."""
-        self._bids: dict[str, int] = {}
-        """Lease → the bid that was sent and that no listing need show yet, so that it is sent once."""
+        self.bidding = Bidding(core, leases, market)
 
     async def tick(self, job_id: str) -> None:
         """One round for one job."""
@@ -101,19 +103,20 @@ class Controller:
                 return
             await self.nodes.expire(session, seen.job)
             await self.work.expire(session, seen.job)
-            view = sight.job_view(seen)
+            view = await self.market.informed(session, sight.job_view(seen))
             ranked = await self.market.ranked(session, view)
             await self._retire_replaced(session, seen)
-            need = self._capacity(session, seen)
-            choices, retire = await self._act(session, seen, ranked, need, why)
+            target = await self._capacity(session, seen)
+            choices, retire = await self._act(session, seen, view, ranked, target, why)
         if choices:
             for choice in choices:
                 self.market.forget(choice.offer)
             await self.leases.rent(job_id, choices, retire)
         self.core.announce(job_id, "work")
 
-    def _capacity(self, session: AsyncSession, seen: sight.Seen) -> capacity.Capacity:
-        """Eq. 2 with what is measured, and what the pool delivers; kept for the API."""
+    async def _capacity(self, session: AsyncSession, seen: sight.Seen) -> float:
+        """Eq. 2 with what is measured, what the pool delivers, and the aim that follows; kept for the API.
+        Returns the aim."""
         job, spec = seen.job, seen.spec
         t_bcast = job.t_bcast if job.t_bcast is not None else self._broadcast_prior(seen)
         need = capacity.plan(
@@ -126,9 +129,14 @@ class Controller:
         )
         active = [n for n in seen.nodes.values() if n.state == NodeState.ACTIVE]
         was_feasible = job.capacity.get("feasible")
+        aim = await self._steer(session, job, spec, need.mu_target)
         job.capacity = {
             **need.as_dict(),
             "mu_pool": sum(n.mu_measured or 0.0 for n in active),
+            "mu_steered": aim.target,
+            "mu_knee": aim.knee,
+            "steering": aim.why,
+            "steering_state": [aim.factor, aim.since_step],
             "nodes_active": len(active),
             "t_train": job.t_train,
             "t_bcast": t_bcast,
@@ -137,13 +145,40 @@ class Controller:
         metrics = self.core.metrics
         metrics.mu_pool.labels(job.id).set(job.capacity["mu_pool"])
         metrics.mu_target.labels(job.id).set(need.mu_target)
+        metrics.mu_steered.labels(job.id).set(aim.target)
         metrics.mu_min.labels(job.id).set(need.mu_min or 0.0)
         if need.feasible != was_feasible and not (need.feasible and was_feasible is None):
             kind = "capacity_feasible" if need.feasible else "capacity_infeasible"
             self.core.emit(
                 session, job.id, kind, need.explanation or "the broadcast fits into the publish period again"
             )
-        return need
+        return aim.target
+
+    async def _steer(self, session: AsyncSession, job: Job, spec: JobSpec, eq2: float) -> steering.Aim:
+        """The aim by what the newest steps showed; a move of it is an event."""
+        state = job.capacity.get("steering_state", [None, 0])
+        query = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(steering.LONGEST_WINDOW)
+        steps = [
+            steering.Seen(s.step, s.t_train, s.t_idle, s.rollouts, s.dropped, s.mu_pool)
+            for s in reversed(list(await session.scalars(query)))
+        ]
+        aim = steering.steer(
+            (state[0], state[1]),
+            eq2=eq2,
+            rollouts=spec.rollouts_per_step,
+            gamma=spec.safety_factor,
+            t_train=job.t_train or 1.0,
+            kappa=job.publish_period,
+            steps=steps,
+            bound=self.core.settings.bubble_bound,
+        )
+        if aim.moved:
+            self.core.emit(
+                session, job.id, "capacity_steered",
+                f"the pool is held at {aim.target:.4g} rollouts/s (Eq. 2: {eq2:.4g}, R/T_train: {aim.knee:.4g}): "
+                f"{aim.why}",
+            )  # fmt: skip
+        return aim
 
     def _broadcast_prior(self, seen: sight.Seen) -> float:
         """T_bcast before one was measured."""
@@ -153,83 +188,83 @@ class Controller:
         return estimates.broadcast_time(size, max(1, len(links)), uplink, min(links, default=min(uplink, 100.0)))
 
     async def _act(
-        self, session: AsyncSession, seen: sight.Seen, ranked: Sequence[Priced], need: capacity.Capacity, why: str
+        self, session: AsyncSession, seen: sight.Seen, view: JobView, ranked: Ranking, target: float, why: str
     ) -> tuple[list[Choice], list[str]]:
         """Turn the pure decision into intents, drains and bids. Returns what to rent and what that retires."""
         now, job = self.core.clock(), seen.job
-        room = await self.accounts.room(session, self._bids)
+        room = await self.accounts.room(session, self.bidding.sent)
         if await self.spending.give_back(session, seen, room):
             return [], []
-        view = sight.job_view(seen)
-        most = sight.trust(view, need.mu_target, self.core.settings.first_nodes)
-        running = [sight.running(x, seen, view, now, most) for x in seen.usable if not x.retire_after]
-        wanted = [p for p in ranked if not p.excluded]
-        offers = {sight.key(p): p for p in wanted if not room.why_not(p.offer.provider, p.price.total)}
-        market = [sight.candidate(p, most) for p in offers.values()]
+        most = sight.trust(view, target, self.core.settings.first_nodes)
+        held = [x for x in seen.usable if not x.retire_after]
+        running = [sight.running(x, seen, view, now, most, self.bidding.outlook(x)) for x in held]
+        await self._warn(session, held, running, view)
+        wanted = ranked.wanted
+        depth = max(1, job.max_nodes) + len(running)
+        market = wanted.candidates(depth, most=most, allows=lambda name, price: not room.why_not(name, price))
         slots = job.max_nodes - (len(seen.usable) - len(running))
         policy = activation.Policy(
             # γ is the reserve above what is needed: only when it is used up is there something to do.
             rent_below=1 / seen.spec.safety_factor,
             min_life_s=self.core.settings.min_lease_seconds,
-            switch_s=view.startup_s,
+            switch_s=view.setup_s,
             life_h=1.0,
         )
-        decision = activation.decide(running, market, need.mu_target, slots, policy)
+        decision = activation.decide(running, market, target, slots, policy)
         if why != "tick":
             self._tell_rerank(session, seen, ranked, decision, why)
         planned = sum(r.candidate.mu for r in running)
-        urgent = (
-            why != "tick"
-            or planned < URGENT * need.mu_target
-            or len(running) > slots
-            or any(r.endangered for r in running)
-        )
+        urgent = why != "tick" or planned < URGENT * target or len(running) > slots
+        urgent = urgent or any(r.endangered or r.ending for r in running)
+        for lease in held:
+            if lease.id in decision.rebid:
+                room = self.bidding.keep(session, lease, view.cap, decision.limits.get(lease.id), room)
+            else:
+                self.bidding.ease(session, lease, view.cap)
         wait_s = self.core.settings.min_lease_seconds / 4
         if not self._patience.allows(job.id, decision, now, wait_s, urgent=urgent):
             decision = activation.Decision()
         for key, reason in decision.release:
+            await self._let_go(session, await session.get_one(Lease, key), running, reason)
             await self.nodes.retire(session, await session.get_one(Lease, key), reason)
-        for key in decision.rebid:
-            room = self._rebid(session, await session.get_one(Lease, key), room)
-        choices, left = self.spending.affordable(session, seen, [offers[c.key] for c in decision.rent], room)
+        offers = [wanted.of(c.key, decision.limits.get(c.key)) for c in decision.rent]
+        choices, left = self.spending.affordable(session, seen, offers, room)
         if decision.rent and not choices and not seen.usable:
-            self.spending.cannot_pay(session, seen, offers[decision.rent[0].key])
-        short = planned + sum(min(c.mu, most) for c in choices) < need.mu_target * policy.rent_below
+            self.spending.cannot_pay(session, seen, offers[0])
+        short = planned + sum(min(c.mu, most) for c in choices) < target * policy.rent_below
         self.spending.hold(session, seen, wanted, choices, left, short and len(running) + len(choices) < slots)
-        self._tell_shortage(session, seen, decision, need, bool(choices))
+        self._tell_shortage(session, seen, decision, target, bool(choices))
         # What is retired leaves once its replacement works; if that was not affordable, it stays.
-        return choices, [key for key, _ in decision.retire] if choices else []
+        if not choices:
+            return choices, []
+        for key, reason in decision.retire:
+            await self._let_go(session, await session.get_one(Lease, key), running, reason)
+        return choices, [key for key, _ in decision.retire]
 
-    def _rebid(self, session: AsyncSession, lease: Lease, room: Room) -> Room:
-        """Raise the bid of a machine that is worth it; the new rate counts once the provider has accepted it.
-        Returns the room that is left."""
-        if lease.billing != Billing.SPOT_BID or lease.market_micros_h <= lease.rate_micros_h:
-            # Endangered for another reason than its bid: it stays as it is.
-            return room
-        bid = pricing.bid_for(lease.market_micros_h, None)
-        more = max(0, bid - lease.rate_micros_h)
-        if self._bids.get(lease.id) == bid or room.why_not(lease.provider, more):
-            return room
-        self._bids[lease.id] = bid
+    async def _warn(
+        self, session: AsyncSession, held: Sequence[Lease], running: Sequence[activation.Running], view: JobView
+    ) -> None:
+        """Tell once that a machine will be over soon; give it back in order right before its host ends it."""
+        now = self.core.clock()
+        for lease, seen in zip(held, running, strict=True):
+            if seen.ending and lease.endangered_since is None:
+                lease.endangered_since = now
+                what = f"{lease.gpu_name} on machine {lease.machine_id} has to be replaced: {seen.ending}"
+                self.core.emit(session, lease.job_id, "lease_endangered", what, lease=lease.id)
+        for lease in held:
+            if lease.host_ends_at is not None and lease.host_ends_at - now < LAST_S:
+                await self.nodes.retire(session, lease, "its host ends the contract now")
+
+    async def _let_go(
+        self, session: AsyncSession, lease: Lease, running: Sequence[activation.Running], reason: str
+    ) -> None:
+        """A machine that others outbid us for is left alone for a while, longer each time."""
         self.core.emit(
-            session, lease.job_id, "bid_raised", f"{lease.gpu_name}: bid raised to ${usd(bid)}/h", lease=lease.id
+            session, lease.job_id, "lease_leaving", f"{lease.gpu_name} will be given back: {reason}", lease=lease.id
         )
-        self.leases.spawn(self._send_bid(lease.id, lease.provider, lease.instance_id or "", bid))
-        return room.plus(lease.provider, more)
-
-    async def _send_bid(self, lease_id: str, provider: str, instance_id: str, bid: int) -> None:
-        try:
-            await self.core.providers[provider].set_bid(instance_id, bid)
-        except ProviderError as error:
-            # The next round sends it again; a machine that is outbid meanwhile is replaced.
-            self._bids.pop(lease_id, None)
-            log.warning("bid for %s was not raised: %s", instance_id, error)
-            return
-        async with self.core.db.write() as session:
-            # Billed from here; the next listing may lag.
-            money.change_rate(
-                session, await session.get_one(Lease, lease_id), bid, self.core.clock(), self.core.metrics
-            )
+        priced_out = any(r.candidate.key == lease.id and (r.outbid or r.ending) for r in running)
+        if priced_out and lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h:
+            await self.leases.cool_down(session, lease, f"outbid: its floor is ${usd(lease.market_micros_h)}/h")
 
     async def _retire_replaced(self, session: AsyncSession, seen: sight.Seen) -> None:
         """Leases whose replacements work are drained; those whose replacements failed stay."""
@@ -243,12 +278,12 @@ class Controller:
             if not alive:
                 lease.retire_after = []
             elif len(working) == len(alive):
-                await self.nodes.retire(session, lease, "its cheaper replacement works")
+                await self.nodes.retire(session, lease, "its replacement works")
 
     def _tell_rerank(
-        self, session: AsyncSession, seen: sight.Seen, ranked: Sequence[Priced], decision: activation.Decision, why: str
+        self, session: AsyncSession, seen: sight.Seen, ranked: Ranking, decision: activation.Decision, why: str
     ) -> None:
-        best = [f"{p.offer.gpu_name} ρ={p.rho:.3g}" for p in ranked if not p.excluded][:3]
+        best = [f"{p.offer.gpu_name} ρ={p.rho:.3g}" for p in ranked.wanted[:3]]
         self.core.emit(
             session, seen.job.id, "reranked",
             f"re-ranked after {why}; best offers: {', '.join(best) or 'none'}; rent {len(decision.rent)}, "
@@ -260,18 +295,18 @@ class Controller:
         session: AsyncSession,
         seen: sight.Seen,
         decision: activation.Decision,
-        need: capacity.Capacity,
+        target: float,
         renting: bool,
     ) -> None:
         planned = sum(x.mu_prior for x in seen.usable)
-        if renting or decision.rent or (seen.usable and planned >= need.mu_target):
+        if renting or decision.rent or (seen.usable and planned >= target):
             return
         if len(seen.usable) >= seen.job.max_nodes:
             self._tell_once(
                 session,
                 seen.job.id,
                 "at_max_nodes",
-                f"target {need.mu_target:.4g} rollouts/s needs more than max_nodes {seen.job.max_nodes}",
+                f"target {target:.4g} rollouts/s needs more than max_nodes {seen.job.max_nodes}",
             )
         elif not seen.usable:
             self._tell_once(session, seen.job.id, "no_offers", "no offer that the job may rent; see /v1/offers for why")

@@ -6,6 +6,7 @@ whenever some such set does, and never costs more than the paper's prefix rule w
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app.fleet import relax
 
@@ -39,11 +41,37 @@ class Candidate:
     mu: float
     usual: int | None = None
     """Its price over the last hour or so, where that is known: what a swing of the moment says nothing about."""
+    start_s: float = 0.0
+    """From renting it to its first rollout, seconds; 0 for one that runs."""
 
     @property
     def rho(self) -> float:
         """Unit cost, micro-dollars per hour for one rollout per second."""
         return self.price / self.mu if self.mu > 0 else float("inf")
+
+
+def band(
+    price: NDArray[np.float64] | NDArray[np.int64], mu: NDArray[np.float64], machines: Sequence[str], depth: int
+) -> NDArray[np.bool_]:
+    """Which offers can be in a cheapest set of up to `depth` machines.
+
+    One beside which `depth` other machines cost no more and do no less can't: one of those is free to take its place.
+    """
+    kept = np.zeros(len(price), dtype=bool)
+    best: list[float] = []
+    """The `depth` largest throughputs so far, of the cheapest offer of each machine."""
+    seen: set[str] = set()
+    rates = mu.tolist()
+    for at in np.lexsort((-mu, price)).tolist():
+        rate = rates[at]
+        if len(best) >= depth and best[0] >= rate:
+            continue
+        kept[at] = rate > 0
+        if machines[at] in seen:
+            continue
+        seen.add(machines[at])
+        (heapq.heappush if len(best) < depth else heapq.heappushpop)(best, rate)
+    return kept
 
 
 def prefix(candidates: Sequence[Candidate], need: float, slots: int) -> list[Candidate]:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from app.fleet import staleness
+from app.fleet.attached import LOADS, WAITS, is_attached
 from app.fleet.core import Core
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.notify import secret_of
@@ -53,7 +55,7 @@ class Jobs:
                 name=spec.name,
                 spec=spec.model_dump(mode="json"),
                 status=JobStatus.PENDING,
-                status_reason="the learner loads the model and the task",
+                status_reason=WAITS if spec.learner.placement == "attached" else LOADS,
                 status_since=now,
                 created_at=now,
                 budget_micros=spec.budget_micros,
@@ -103,6 +105,15 @@ class Jobs:
             raise NotFound(f"there is no job {job_id}")
         return job
 
+    async def learner_token(self, job_id: str) -> str:
+        """What an attached learner proves itself with. Raises NotFound, Conflict for a job that needs none."""
+        job = await self.get(job_id)
+        if not is_attached(job):
+            raise Conflict("this service starts the job's learner itself: learner.placement is not attached")
+        if JobStatus(job.status).final:
+            raise Conflict(f"the job is {job.status}")
+        return self.core.secrets.learner_token(job_id)
+
     async def patch(self, job_id: str, change: JobPatch) -> Job:
         """Change what may change while it runs. Raises Conflict when it is over, BadInput when it can't be so."""
         await self.get(job_id)
@@ -115,7 +126,7 @@ class Jobs:
                 job.budget_micros = micros(change.budget_usd)
                 told.append(f"budget ${usd(job.budget_micros)}")
             if change.staleness_budget is not None:
-                self._new_staleness(job, change.staleness_budget)
+                staleness.change(job, change.staleness_budget)
                 told.append(f"S = {job.staleness_budget}, κ = {job.publish_period}")
             if change.fleet is not None:
                 job.max_nodes = change.fleet.max_nodes
@@ -125,16 +136,6 @@ class Jobs:
         self.core.announce(job_id, "work")
         self.core.signals.notify("tick")
         return job
-
-    @staticmethod
-    def _new_staleness(job: Job, staleness: int) -> None:
-        fixed = job.spec.get("publish_period")
-        limit = max(1, staleness - 1)
-        if fixed is not None and fixed > limit:
-            detail = f"must be at least {fixed + 1} while publish_period is {fixed}"
-            raise BadInput(f"staleness_budget {detail}", errors=[FieldError("/staleness_budget", detail)])
-        job.staleness_budget = staleness
-        job.publish_period = fixed or limit
 
     async def cancel(self, job_id: str) -> Job:
         """End it: checkpoint, give everything back. Cancelling what is over is a conflict, twice is fine."""

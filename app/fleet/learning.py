@@ -7,24 +7,28 @@ consumed; a learner that resumes from step c gets everything back that was train
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Literal
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import money
+from app.fleet import money, replay, staleness
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
 from app.fleet.estimates import smooth, weight
+from app.fleet.exams import Exams
 from app.protocol.errors import Conflict
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.learner import (
     Done,
+    Drops,
     EvalReport,
     LearnerDirectives,
     LearnerHeartbeat,
     Published,
     Ready,
+    ReadyAnswer,
     StartAnswer,
     StartRequest,
     StepReport,
@@ -42,8 +46,9 @@ PAGE = 64
 class Learning:
     """The control service's side of the learner's protocol."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, exams: Exams) -> None:
         self.core = core
+        self.exams = exams
 
     async def start(self, job_id: str, request: StartRequest) -> StartAnswer:
         """A new learner process: the next epoch; older ones are fenced off from here."""
@@ -62,43 +67,33 @@ class Learning:
                 relay_token=self.core.secrets.relay_token(job_id),
                 last_step=job.step,
                 published_version=job.published_version,
+                object_store_url=self.core.settings.object_store_url,
+                s3_endpoint_url=self.core.settings.s3_endpoint_url,
             )
 
-    async def ready(self, job_id: str, epoch: int, ready: Ready) -> LearnerDirectives:
+    async def ready(self, job_id: str, epoch: int, ready: Ready) -> ReadyAnswer:
         """Model and task load. From here on nodes may be rented."""
         async with self.core.db.write() as session:
             job = await self._current(session, job_id, epoch)
             job.parameters, job.snapshot_bytes = ready.parameters, ready.snapshot_bytes
             job.train_prompts, job.manifest_public_key = ready.train_prompts, ready.manifest_public_key
+            job.eval_prompts = ready.eval_prompts
             job.assets = [a.model_dump() for a in ready.assets]
             job.t_train = job.t_train or ready.t_train_prior
             job.ready_at = job.ready_at or self.core.clock()
-            back = await self._rewind(session, job, ready.resume_step)
+            job.learner_state = "waiting"
+            back = await replay.rewind(session, job, ready.resume_step)
+            planned = await replay.plan(session, job)
             self.core.emit(
                 session, job_id, "learner_ready",
                 f"learner ready at step {ready.resume_step}: {ready.parameters} parameters, "
                 f"{ready.train_prompts} prompts, a step takes about {ready.t_train_prior:.3g} s"
                 + (f"; {back} groups are to be trained on again" if back else ""),
             )  # fmt: skip
-            directives = self._directives(job)
+            answer = ReadyAnswer(**self._directives(job).model_dump(), replay=planned)
         self.core.announce(job_id, "work", "rollouts")
         self.core.signals.notify("tick")
-        return directives
-
-    async def _rewind(self, session: AsyncSession, job: Job, resume_step: int) -> int:
-        """Forget steps after the checkpoint: what they consumed is accepted again. Returns the number of groups."""
-        if resume_step >= job.step:
-            return 0
-        result = await session.execute(
-            update(WorkItem)
-            .where(WorkItem.job_id == job.id, WorkItem.trained_step > resume_step)
-            .values(status=ItemStatus.ACCEPTED, trained_step=None)
-        )
-        lost = list(await session.scalars(select(Step).where(Step.job_id == job.id, Step.step > resume_step)))
-        job.rollouts_trained -= sum(s.rollouts for s in lost)
-        await session.execute(delete(Step).where(Step.job_id == job.id, Step.step > resume_step))
-        job.step = resume_step
-        return int(getattr(result, "rowcount", 0))
+        return answer
 
     async def heartbeat(self, job_id: str, epoch: int, beat: LearnerHeartbeat) -> LearnerDirectives:
         """The learner lives; what it does now."""
@@ -168,10 +163,16 @@ class Learning:
                 )  # fmt: skip
                 session.add(row)
             row.stored = row.stored or report.stored
+            row.delta_share, row.delta_note = report.delta_share, report.note
+            if report.delta is not None:
+                row.delta_base, row.delta_bytes = report.delta.base, report.delta.bytes
+                row.delta_chunks = report.delta.chunks
+                row.delta_stored = row.delta_stored or report.delta.stored
             if job.published_version is None or report.version > job.published_version:
                 job.published_version = report.version
                 if report.version == 0:
                     self.core.emit(session, job_id, "published", f"v0: {report.bytes} bytes in {report.chunks} chunks")
+                await self.exams.open_if_due(session, job, report.version)
             directives = self._directives(job)
         self.core.announce(job_id, "work")
         return directives
@@ -185,25 +186,32 @@ class Learning:
             if report.step != job.step + 1:
                 raise Conflict(f"step {report.step} does not follow step {job.step}")
             await self._count_step(session, job, report)
+            if report.staleness is not None:
+                staleness.adopt(self.core, session, job, report.staleness)
             directives = self._directives(job)
         self.core.announce(job_id, "work")
         if report.step == 1 or directives.command == "finish":
             self.core.signals.notify("tick")
         return directives
 
+    async def drops(self, job_id: str, epoch: int, report: Drops) -> LearnerDirectives:
+        """A learner that waits tells what it can't use: there is room for others."""
+        async with self.core.db.write() as session:
+            job = await self._current(session, job_id, epoch)
+            count = await replay.mark_dropped(self.core, session, job, report.dropped)
+            if count:
+                reasons = Counter(g.reason for g in report.dropped)
+                said = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
+                message = f"the learner at step {report.step} can't train on {count} groups: {said}"
+                self.core.emit(session, job_id, "groups_dropped", message)
+            directives = self._directives(job)
+        self.core.announce(job_id, "work")
+        return directives
+
     async def _count_step(self, session: AsyncSession, job: Job, report: StepReport) -> None:
         size, metrics = job.spec["batch"]["group_size"], self.core.metrics
-        await session.execute(
-            update(WorkItem)
-            .where(WorkItem.job_id == job.id, WorkItem.id.in_(report.trained), WorkItem.status == ItemStatus.ACCEPTED)
-            .values(status=ItemStatus.TRAINED, trained_step=report.step)
-        )
-        for group in report.dropped:
-            item = await session.get(WorkItem, group.work_item)
-            if item is not None and item.job_id == job.id and item.status == ItemStatus.ACCEPTED:
-                item.status, item.drop_reason = ItemStatus.DROPPED, group.reason
-                job.rollouts_dropped += size
-                metrics.dropped.labels(job.id, group.reason).inc(size)
+        await replay.mark_trained(session, job, report.step, report.trained)
+        await replay.mark_dropped(self.core, session, job, report.dropped)
         now = self.core.clock()
         leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
         rollouts = len(report.trained) * size
@@ -242,7 +250,7 @@ class Learning:
                 row = Evaluation(job_id=job_id, step=report.step)
                 session.add(row)
             row.reward, row.prompts, row.at = report.reward, report.prompts, self.core.clock()
-            job.reward_eval = report.reward
+            job.reward_eval, job.eval_step = report.reward, report.step
             if report.initial:
                 job.reward_eval_initial = report.reward
             self.core.metrics.reward.labels(job_id, "eval").set(report.reward)
@@ -257,6 +265,7 @@ class Learning:
         async with self.core.db.write() as session:
             job = await self._current(session, job_id, epoch)
             job.learner_done, job.learner_state = True, "done"
+            await self.exams.discard(session, job)
             job.final_prefix = done.final_prefix or job.final_prefix
             if done.status == "failed":
                 job.outcome, job.status_reason = JobStatus.FAILED, done.reason
@@ -279,6 +288,9 @@ class Learning:
             reason=job.status_reason if command != "run" else "",
             staleness_budget=job.staleness_budget,
             publish_period=job.publish_period,
+            staleness_bound=staleness.bound(job),
+            evaluated_step=job.eval_step,
+            evaluated_reward=job.reward_eval if job.eval_step is not None else None,
         )
 
     async def _job(self, session: AsyncSession, job_id: str) -> Job:

@@ -18,17 +18,32 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import bootstrap, money
+from app.fleet import bids, bootstrap, money
 from app.fleet.accounts import Accounts
 from app.fleet.core import Core
+from app.fleet.market import family
 from app.protocol.base import usd
 from app.storage.models import Cooldown, Job, Lease, LeaseState
-from providers.base import Billing, Instance, Offer, Phase, Provider, ProviderError, RentResult, RentSpec
+from providers.base import (
+    Billing,
+    Instance,
+    Offer,
+    Phase,
+    Provider,
+    ProviderError,
+    QuotaError,
+    RateLimited,
+    RentResult,
+    RentSpec,
+)
 
 log = logging.getLogger(__name__)
 
-COOLDOWN_S = 120.0
-COOLDOWN_MAX_S = 6 * 3600.0
+COOLDOWN_S = bids.COOLDOWN_S
+UNFIT_S = 3600.0
+"""A machine that can't run our image, and cards that our quota has no room for: soon is not going to help."""
+RELEASES_S = 10.0
+"""So long a round waits for its destroy calls: a provider that takes them one by one may need minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +55,8 @@ class Choice:
     """The bid, or the fixed price."""
     effective_micros_h: int
     mu: float
+    start_micros_h: int = 0
+    """The part of it that the start costs."""
 
 
 def label_prefix(fleet_id: str) -> str:
@@ -61,12 +78,23 @@ class Leases:
         self.creating: set[str] = set()
         """Leases whose create call is under way in this process: not to be settled by a listing meanwhile."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self.patience_s = RELEASES_S
+        self._destroying: set[str] = set()
+        """Leases whose destroy call is under way."""
+        self._tried_at: dict[str, float] = {}
+        """Lease → when its last destroy call failed; one that this process does not know of is due at once."""
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run in the background, kept alive until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a call to a provider could not be finished", exc_info=error)
 
     async def drain_tasks(self) -> None:
         """Wait for calls that are under way, so that their outcome is written down."""
@@ -114,10 +142,14 @@ class Leases:
             billing=offer.billing.value,
             state=LeaseState.INTENT,
             state_since=now,
+            reason=f"asking {offer.provider} for the machine",
             label=f"{label_prefix(self.core.settings.fleet_id)}{lease_id}:1",
             quoted_micros_h=offer.compute_micros_h,
             rate_micros_h=choice.rate_micros_h,
             market_micros_h=offer.compute_micros_h,
+            agreed_micros_h=0 if offer.billing is Billing.SPOT_MARKET else choice.rate_micros_h,
+            start_micros_h=choice.start_micros_h,
+            host_ends_at=None if offer.max_duration_s is None else now + offer.max_duration_s,
             disk_gb=job.spec["fleet"]["disk_gb"],
             disk_micros_gb_month=offer.disk_micros_gb_month,
             upload_micros_gb=offer.upload_micros_gb,
@@ -143,7 +175,8 @@ class Leases:
             onstart=bootstrap.onstart(settings.agent_package),
             env=bootstrap.environment(control_url=settings.public_url, join_token=token, engine=settings.agent_engine),
             disk_gb=lease.disk_gb,
-            ports=(bootstrap.RELAY_PORT,),
+            # A host without a free port would start without the one that it promised: such a node relays to nobody.
+            ports=(bootstrap.RELAY_PORT,) if offer.ports > 0 else (),
             bid_micros_h=choice.rate_micros_h if offer.billing is Billing.SPOT_BID else None,
         )
         try:
@@ -177,8 +210,10 @@ class Leases:
             await self._blame(session, lease, result.error)
 
     async def _blame(self, session: AsyncSession, lease: Lease, error: ProviderError | None) -> None:
-        """The account, if the refusal tells of it; else the machine."""
-        if not await self.accounts.refused(session, lease.provider, error):
+        """The account, if the refusal tells of it; all machines of its kind, if a quota is full; else the machine."""
+        if isinstance(error, QuotaError):
+            await self.cool_down(session, lease, f"quota: {error}", key=family(lease.gpu_name, lease.region), s=UNFIT_S)
+        elif not await self.accounts.refused(session, lease.provider, error) and not isinstance(error, RateLimited):
             await self.cool_down(session, lease, f"refused: {error}")
 
     def move(self, lease: Lease, state: LeaseState, reason: str) -> None:
@@ -227,15 +262,27 @@ class Leases:
                     select(Lease).where(Lease.state == LeaseState.RELEASING, Lease.ended_at.is_(None))
                 )
             )
-        await asyncio.gather(*(self._release(lease) for lease in due if self._release_due(lease)))
+        calls = [self.spawn(self._release(lease)) for lease in due if self._release_due(lease)]
+        if calls:
+            done, _ = await asyncio.wait(calls, timeout=self.patience_s)
+            for call in done:
+                call.result()
 
     def _release_due(self, lease: Lease) -> bool:
         """Backoff: 0, 2, 4, … up to 60 s between tries."""
         tries = lease.release_attempts
         wait = min(60.0, 2.0**tries) if tries else 0.0
-        return lease.instance_id is not None and self.core.clock() - lease.state_since >= wait
+        waited = self.core.clock() - self._tried_at.get(lease.id, 0.0)
+        return lease.instance_id is not None and lease.id not in self._destroying and waited >= wait
 
     async def _release(self, lease: Lease) -> None:
+        self._destroying.add(lease.id)
+        try:
+            await self._destroy(lease)
+        finally:
+            self._destroying.discard(lease.id)
+
+    async def _destroy(self, lease: Lease) -> None:
         failure: ProviderError | None = None
         provider, instance_id = self.core.providers[lease.provider], lease.instance_id or ""
         last = await self._last_look(provider, lease) if lease.gpu_since is None else None
@@ -247,13 +294,14 @@ class Leases:
             row = await session.get_one(Lease, lease.id)
             row.release_attempts += 1
             if failure is not None:
-                row.state_since = self.core.clock()
+                self._tried_at[row.id] = self.core.clock()
                 self.core.emit(
                     session, row.job_id, "release_failed",
                     f"release of {row.instance_id} failed, trying again: {failure}",
                     lease=row.id,
                 )  # fmt: skip
                 return
+            self._tried_at.pop(row.id, None)
             paid_since = last.started_at if last is not None and last.phase is Phase.RUNNING else None
             if paid_since is not None and row.gpu_since is None:
                 row.gpu_since = row.gpu_until = paid_since.timestamp()
@@ -289,16 +337,17 @@ class Leases:
             session, lease.job_id, "lease_released", f"{lease.gpu_name} is gone after ${cost}: {reason}", lease=lease.id
         )
 
-    async def cool_down(self, session: AsyncSession, lease: Lease, reason: str) -> None:
-        """Leave the machine alone for a while; each further failure doubles it."""
-        row = await session.get(Cooldown, (lease.provider, lease.machine_id))
-        count = row.count + 1 if row else 1
-        until = self.core.clock() + min(COOLDOWN_MAX_S, COOLDOWN_S * 2 ** (count - 1))
+    async def cool_down(
+        self, session: AsyncSession, lease: Lease, reason: str, *, key: str = "", s: float = COOLDOWN_S
+    ) -> None:
+        """Leave the machine (or all that `key` stands for) alone for `s` seconds; each further failure doubles it."""
+        key = key or lease.machine_id
+        row = await session.get(Cooldown, (lease.provider, key))
+        count = bids.troubles(row.count, row.until, self.core.clock()) if row else 1
+        until = self.core.clock() + bids.cooldown_s(count, s)
         if row is None:
             session.add(
-                Cooldown(
-                    provider=lease.provider, machine_id=lease.machine_id, until=until, count=count, reason=reason[:500]
-                )
+                Cooldown(provider=lease.provider, machine_id=key, until=until, count=count, reason=reason[:500])
             )
         else:
             row.until, row.count, row.reason = until, count, reason[:500]

@@ -12,6 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import budget, money
+from app.fleet.attached import AWAY, AWAY_S, WAITS, Presence, is_attached, presence, waiting
 from app.fleet.core import Core
 from app.fleet.nodes import Nodes
 from app.fleet.supervisor import Supervisor
@@ -55,10 +56,13 @@ class Lifecycle:
                 start_learner = await self._draining(session, job, leases)
             if job.status == JobStatus.PAUSED:
                 await self._give_all_back(session, job, leases, "the job is paused")
+            if job.status == JobStatus.PENDING and is_attached(job):
+                await self._give_all_back(session, job, leases, f"the job {WAITS}")
         if start_learner:
             await self.supervisor.start(job_id)
         if JobStatus(job.status).final:
-            self.supervisor.stop(job)
+            if not is_attached(job):
+                self.supervisor.stop(job)
             self.core.announce(job_id)
 
     def move(self, session: AsyncSession, job: Job, status: JobStatus, reason: str) -> None:
@@ -101,11 +105,15 @@ class Lifecycle:
 
     def _learner(self, session: AsyncSession, job: Job) -> bool:
         """Whether a learner has to be started. A job whose learner keeps dying fails."""
-        if job.learner_done or self.supervisor.alive(job):
+        if is_attached(job) and not job.learner_done:
+            self._await(session, job)
+        if job.learner_done or self._alive(job):
             started = job.learner_started_at
             late = started is not None and self.core.clock() - started > READY_TIMEOUT_S
             if job.ready_at is None and late:
                 self.end(session, job, JobStatus.FAILED, f"the learner was not ready within {READY_TIMEOUT_S:.0f} s")
+            return False
+        if is_attached(job):
             return False
         if self.supervisor.exhausted(job):
             tail = self.supervisor.log_tail(job.id)
@@ -120,8 +128,30 @@ class Lifecycle:
         job.learner_starts += 1
         return True
 
+    def _alive(self, job: Job) -> bool:
+        return self._presence(job) is Presence.HERE if is_attached(job) else self.supervisor.alive(job)
+
+    def _presence(self, job: Job) -> Presence:
+        return presence(job.learner_seen_at, self.core.clock(), self.core.started_at)
+
+    def _await(self, session: AsyncSession, job: Job) -> None:
+        """Say what a job does that has no learner, or has none any more."""
+        found = self._presence(job)
+        if found in (Presence.AWAY, Presence.GONE) and job.learner_state != AWAY:
+            job.learner_state = AWAY
+            said = f"the attached learner is silent; its nodes stay for {AWAY_S:.0f} s"
+            self.core.emit(session, job.id, "learner_away", said)
+        if found is Presence.GONE and job.status in (JobStatus.PROVISIONING, JobStatus.RUNNING):
+            self.move(session, job, JobStatus.PENDING, waiting(job, found))
+        reason = waiting(job, found)
+        if job.status == JobStatus.PENDING and job.status_reason != reason:
+            job.status_reason, job.status_since = reason, self.core.clock()
+
     def _advance(self, session: AsyncSession, job: Job, leases: list[Lease]) -> None:
         ready = job.ready_at is not None and job.published_version is not None
+        if is_attached(job):
+            # One that comes again has to load first.
+            ready = ready and self._alive(job) and job.learner_state not in ("loading", AWAY)
         if job.status == JobStatus.PENDING and ready:
             self.move(session, job, JobStatus.PROVISIONING, "renting the first nodes")
         elif job.status == JobStatus.PROVISIONING and job.step > 0:
@@ -143,9 +173,11 @@ class Lifecycle:
         """Give everything back, wait for the learner's last word, end. True if the learner has to be started again."""
         empty = await self._give_all_back(session, job, leases, f"the job ends: {job.status_reason}"[:300])
         given_up = self.core.clock() - job.status_since > FINISH_TIMEOUT_S
-        alive = self.supervisor.alive(job)
+        alive = self._alive(job)
         if not job.learner_done and not alive and not given_up and self._worth_a_restart(job):
             # It died while it saved the model: what it had is in its checkpoint.
+            if is_attached(job):
+                return False
             job.learner_starts += 1
             return True
         if not empty or (alive and not job.learner_done and not given_up):

@@ -8,61 +8,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import pricing
+from app.fleet import lives
 from app.fleet.core import Core
-from app.fleet.estimates import Estimate, Measurement, Workload, estimate, prior
-from app.protocol.base import micros
-from app.protocol.job import JobSpec
-from app.storage.models import Cooldown, SpotPrice
+from app.fleet.ranking import JobView, Known, Ranking, rank
+from app.storage.models import Cooldown, Lease, SpotPrice
 from providers.base import Billing, Offer, OfferQuery, ProviderError
 
 log = logging.getLogger(__name__)
 
-MIN_LIFE_H = 0.5
 USUAL_S = 3600.0
 """Prices are averaged over so long: a swing shorter than that is no saving."""
 USUAL_KEPT = 50_000
-LIFE_H = {True: 2.0, False: 6.0}
-"""Expected hours of a lease, interruptible or not, until experience says otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """An offer with what it would cost and do for a job."""
-
-    offer: Offer
-    rate_micros_h: int
-    price: pricing.Effective
-    estimate: Estimate
-    mu: float
-    """Effective: times availability."""
-    excluded: str = ""
-    """Why the job may not rent it; empty if it may."""
-    usual: int | None = None
-    """`price.total` at what the machine cost over the last hour or so; None while it was seen only once."""
-
-    @property
-    def rho(self) -> float:
-        """Dollars per hour for one rollout per second."""
-        return pricing.rho(self.price.total, self.mu)
-
-
-@dataclass(frozen=True, slots=True)
-class JobView:
-    """What ranking needs to know of a job."""
-
-    spec: JobSpec
-    load: Workload
-    traffic: pricing.Traffic
-    measured: tuple[Measurement, ...] = ()
-    startup_s: float = 60.0
+CEILINGS_S = 300.0
+"""On-demand prices, above which nobody bids, move slowly: read anew at this age."""
 
 
 def matches(selector: dict[str, Any], *, machine_id: str, offer_id: str, gpu_name: str, region: str) -> bool:
@@ -90,6 +55,11 @@ class Usual:
     since: float
     at: float
 
+    @property
+    def known(self) -> bool:
+        """Whether it rests on as long a look as it averages over."""
+        return self.at - self.since >= USUAL_S
+
 
 @dataclass
 class Shelf:
@@ -108,6 +78,8 @@ class Market:
         self._shelves: dict[tuple[str, Billing], Shelf] = {}
         self._usual: dict[tuple[str, Billing, str, int], Usual] = {}
         """By provider, billing, machine and number of GPUs: offers change their ids."""
+        self._ceilings: dict[tuple[str, str, int], int] = {}
+        """Rent on demand by provider, machine and number of GPUs, last known."""
 
     async def refresh(self, providers: Sequence[str], interruptible: bool, *, max_age_s: float) -> None:
         """Ask the providers whose offers are older than `max_age_s`. Trouble is kept, not raised."""
@@ -129,6 +101,31 @@ class Market:
                 continue
             shelf.offers, shelf.trouble, shelf.fetched_at = offers, "", now
             self._remember(offers, now)
+            if billing is Billing.SPOT_BID:
+                await self._refresh_ceilings(name, max(max_age_s, CEILINGS_S))
+
+    async def _refresh_ceilings(self, name: str, max_age_s: float) -> None:
+        """What machines of a provider that takes bids cost on demand. Without an answer the last one stands."""
+        shelf, now = self._shelves.setdefault((name, Billing.ON_DEMAND), Shelf()), self.core.clock()
+        if now - shelf.fetched_at >= max_age_s:
+            shelf.fetched_at = now
+            try:
+                query = OfferQuery(billing=Billing.ON_DEMAND, min_ports=0, limit=1000)
+                shelf.offers = await self.core.providers[name].search(query)
+            except ProviderError as error:
+                log.warning("on-demand prices of %s can't be read: %s", name, error)
+                return
+        self._ceilings |= {_whole(o.provider, o.machine_id, o.num_gpus): o.compute_micros_h for o in shelf.offers}
+
+    def on_demand(self, lease: Lease) -> int | None:
+        """Rent of a lease's machine on demand, as far as it is known."""
+        return self._ceilings.get(_whole(lease.provider, lease.machine_id, lease.num_gpus))
+
+    def note_floor(self, lease: Lease) -> Usual:
+        """Remember the floor of a machine that we hold, which no search shows; its usual one."""
+        kind = (lease.provider, Billing(lease.billing), lease.machine_id, lease.num_gpus)
+        self._usual[kind] = found = average(self._usual.get(kind), lease.market_micros_h, self.core.clock())
+        return found
 
     def _remember(self, offers: Sequence[Offer], now: float) -> None:
         for offer in offers:
@@ -137,9 +134,22 @@ class Market:
         if len(self._usual) > USUAL_KEPT:
             self._usual = {k: u for k, u in self._usual.items() if now - u.at < USUAL_S}
 
-    def _usual_price(self, offer: Offer) -> int | None:
-        found = self._usual.get(_kind(offer))
-        return round(found.micros_h) if found is not None and found.at > found.since else None
+    def _known(self, offers: Sequence[Offer], cooling: dict[tuple[str, str], str]) -> Known:
+        usual, ceilings, barred = {}, {}, {}
+        for row, offer in enumerate(offers):
+            found = self._usual.get(_kind(offer))
+            if found is not None and found.at > found.since:
+                usual[row] = found.micros_h
+            most = self._ceilings.get(_whole(offer.provider, offer.machine_id, offer.num_gpus))
+            if most is not None and offer.billing is Billing.SPOT_BID:
+                ceilings[row] = most
+            why = cooling and (
+                cooling.get((offer.provider, offer.machine_id))
+                or cooling.get((offer.provider, family(offer.gpu_name, offer.region)))
+            )
+            if why:
+                barred[row] = f"cooling down: {why}"
+        return Known(usual, ceilings, barred)
 
     def billing(self, provider: str, interruptible: bool) -> Billing:
         """How machines of this provider are paid for such a job."""
@@ -156,7 +166,14 @@ class Market:
         if shelf is not None:
             shelf.offers = [o for o in shelf.offers if o.machine_id != offer.machine_id]
 
-    async def ranked(self, session: AsyncSession, view: JobView) -> list[Priced]:
+    async def informed(self, session: AsyncSession, view: JobView) -> JobView:
+        """A job's view with what was seen of machines' lives, and what they have to download at each provider."""
+        image = self.core.settings.agent_image_gb * 1e9
+        images = {name: image for name, p in self.core.providers.items() if p.caps.pulls_image}
+        known = await lives.read(session, view.spec.fleet.interruptible, self.core.clock())
+        return replace(view, lives=known, image_bytes=images)
+
+    async def ranked(self, session: AsyncSession, view: JobView) -> Ranking:
         """All offers of the job's providers by ρ, those that it may not rent at the end."""
         names = view.spec.fleet.providers or list(self.core.providers)
         prices = list(await session.scalars(select(SpotPrice).order_by(SpotPrice.id)))
@@ -165,32 +182,28 @@ class Market:
             (c.provider, c.machine_id): c.reason
             for c in await session.scalars(select(Cooldown).where(Cooldown.until > now))
         }
-        out, price = [], pricer(view)
+        offers: list[Offer] = []
         for name in names:
             if name not in self.core.providers:
                 continue
             shelf = self._shelves.get((name, self.billing(name, view.spec.fleet.interruptible)), Shelf())
-            for offer in shelf.offers:
-                current = _with_spot_price(offer, prices)
-                priced = price(current, self._usual_price(offer))
-                cooled = cooling.get((name, offer.machine_id))
-                out.append(replace(priced, excluded=f"cooling down: {cooled}") if cooled else priced)
-        return sorted(out, key=lambda p: (bool(p.excluded), p.rho, p.offer.offer_id))
+            fresh = [row for row in prices if row.provider == name and row.received_at > shelf.fetched_at]
+            offers += [_with_spot_price(offer, fresh) for offer in shelf.offers] if fresh else shelf.offers
+        return rank(offers, view, self._known(offers, cooling))
 
 
 def _with_spot_price(offer: Offer, prices: Sequence[SpotPrice]) -> Offer:
     if offer.billing is not Billing.SPOT_BID:
         return offer
     for row in prices:
-        fresh = row.received_at > offer.fetched_at.timestamp()
-        same = row.provider == offer.provider and matches(
+        same = matches(
             row.selector,
             machine_id=offer.machine_id,
             offer_id=offer.offer_id,
             gpu_name=offer.gpu_name,
             region=offer.region,
         )
-        if fresh and same:
+        if same:
             offer = replace(offer, compute_micros_h=row.micros_h)
     return offer
 
@@ -203,59 +216,16 @@ def average(before: Usual | None, micros_h: int, now: float) -> Usual:
     return Usual(before.micros_h + share * (micros_h - before.micros_h), before.since, now)
 
 
+def family(gpu_name: str, region: str) -> str:
+    """Key of the cool-down of all machines with one card in one region: what a cloud's quotas count. A zone's letter
+    is no part of its region (`us-east-1a`, `us-central1-a`)."""
+    place = region.rstrip("abcdefghijklmnopqrstuvwxyz").removesuffix("-") if region[:1].islower() else region
+    return f"gpu:{gpu_name.replace('_', ' ')}:{place}"
+
+
 def _kind(offer: Offer) -> tuple[str, Billing, str, int]:
     return offer.provider, offer.billing, offer.machine_id, offer.num_gpus
 
 
-def pricer(view: JobView) -> Callable[..., Priced]:
-    """`price_offer` for many offers of one look: what is the same for all is worked out once. Pure."""
-    fleet = view.spec.fleet
-    cap = micros(fleet.max_price_per_hour) if fleet.max_price_per_hour is not None else None
-    disk_gb, traffic, startup_s = fleet.disk_gb, view.traffic, view.startup_s
-    interruptible, longest = fleet.interruptible, LIFE_H[fleet.interruptible]
-    guesses: dict[tuple[str, int], Estimate] = {}
-
-    def price(offer: Offer, usual: int | None = None) -> Priced:
-        kind = (offer.gpu_name, offer.num_gpus)
-        guess = guesses.get(kind)
-        if guess is None:
-            guess = guesses[kind] = estimate(prior(*kind, view.load), offer.gpu_name, view.measured)
-        spot = offer.billing is Billing.SPOT_BID
-        rate = pricing.bid_for(offer.compute_micros_h, cap) if spot else offer.compute_micros_h
-        full = pricing.effective_price(
-            compute_micros_h=rate,
-            disk_micros_gb_month=offer.disk_micros_gb_month,
-            disk_gb=disk_gb,
-            download_micros_gb=offer.download_micros_gb,
-            upload_micros_gb=offer.upload_micros_gb,
-            traffic=traffic,
-            startup_s=startup_s,
-            life_h=longest if offer.max_duration_s is None else min(longest, offer.max_duration_s / 3600),
-        )
-        mu = pricing.effective_throughput(guess.mu, offer.reliability, interruptible)
-        lasting = None if usual is None else full.total + usual - offer.compute_micros_h
-        return Priced(offer, rate, full, guess, mu, _excluded(offer, view.spec, rate, cap), lasting)
-
-    return price
-
-
-def price_offer(offer: Offer, view: JobView) -> Priced:
-    """Effective price and throughput of an offer for a job, and whether the job's filters let it in. Pure."""
-    return pricer(view)(offer)
-
-
-def _excluded(offer: Offer, spec: JobSpec, rate: int, cap: int | None) -> str:
-    fleet = spec.fleet
-    if fleet.gpu_names and _plain(offer.gpu_name) not in map(_plain, fleet.gpu_names):
-        return f"gpu_names does not name {offer.gpu_name}"
-    if offer.reliability < fleet.min_reliability:
-        return f"reliability {offer.reliability:.3f} < min_reliability {fleet.min_reliability}"
-    if cap is not None and max(rate, offer.compute_micros_h) > cap:
-        return f"over max_price_per_hour {fleet.max_price_per_hour}"
-    if offer.max_duration_s is not None and offer.max_duration_s < MIN_LIFE_H * 3600:
-        return "the host ends the contract too soon"
-    return ""
-
-
-def _plain(gpu_name: str) -> str:
-    return gpu_name.replace("_", " ")
+def _whole(provider: str, machine_id: str, num_gpus: int) -> tuple[str, str, int]:
+    return provider, machine_id, num_gpus

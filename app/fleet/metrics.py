@@ -16,6 +16,9 @@ class Metrics:
         job = ["job"]
         self.mu_pool = Gauge("echo2_mu_pool", "Rollouts per second of the pool", job, registry=registry)
         self.mu_target = Gauge("echo2_mu_target", "Capacity target, rollouts per second", job, registry=registry)
+        self.mu_steered = Gauge(
+            "echo2_mu_steered", "What the pool is held at after steering, rollouts per second", job, registry=registry
+        )
         self.mu_min = Gauge("echo2_mu_min", "Minimum capacity (Eq. 2), rollouts per second", job, registry=registry)
         self.bubble_ratio = Gauge(
             "echo2_bubble_ratio", "Share of the time that the learner waits", job, registry=registry
@@ -31,6 +34,13 @@ class Metrics:
             "echo2_staleness",
             "Version lag of trained rollouts",
             job,
+            registry=registry,
+            buckets=(0, 1, 2, 3, 4, 6, 8, 11, 16, 32),
+        )
+        self.dropped_age = Histogram(
+            "echo2_dropped_age",
+            "Version lag of rollouts when they were dropped",
+            ["job", "reason"],
             registry=registry,
             buckets=(0, 1, 2, 3, 4, 6, 8, 11, 16, 32),
         )

@@ -150,6 +150,7 @@ class Nodes(Roster):
         node.bytes_down, node.bytes_up = beat.bytes_down, beat.bytes_up
         node.bytes_from = {str(kind): size for kind, size in beat.bytes_from.items()}
         node.bytes_relayed = beat.bytes_relayed
+        node.deltas_applied, node.bytes_saved = beat.deltas_applied, beat.bytes_saved
         node.upstream = beat.upstream
         node.progress = beat.progress.model_dump() if beat.progress else None
         node.errors = dict(beat.errors)
@@ -179,9 +180,10 @@ class Nodes(Roster):
     async def _directives(self, session: AsyncSession, job: Job, lease: Lease, node: Node) -> Directives:
         settings, now = self.core.settings, self.core.clock()
         upstreams = [Upstream(**u) for u in node.upstreams]
-        if job.relay_url:
-            upstreams.append(Upstream(kind="learner", url=job.relay_url, node_id="learner"))
-        upstreams.append(Upstream(kind="store", node_id="store"))
+        if all(u.kind != "store" for u in upstreams):  # unless the store is the only way
+            if job.relay_url:
+                upstreams.append(Upstream(kind="learner", url=job.relay_url, node_id="learner"))
+            upstreams.append(Upstream(kind="store", node_id="store"))
         over = not LeaseState(lease.state).usable or JobStatus(job.status).final
         return Directives(
             upstreams=upstreams,

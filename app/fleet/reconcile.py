@@ -11,9 +11,9 @@ import logging
 from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import money
+from app.fleet import bids, increases, money, overdue
 from app.fleet.core import Core
-from app.fleet.leases import Leases, label_prefix
+from app.fleet.leases import COOLDOWN_S, UNFIT_S, Leases, label_prefix
 from app.protocol.base import usd
 from app.storage.models import Job, Lease, LeaseState, Node
 from providers.base import Billing, Instance, Listing, Phase, ProviderError
@@ -21,12 +21,15 @@ from providers.base import Billing, Instance, Listing, Phase, ProviderError
 log = logging.getLogger(__name__)
 
 PRICE_TOLERANCE = 1.05
+RATE_NEWS = 0.01
+"""A rate that moves by less than this share is no news."""
 LISTING_LAG_S = 20.0
 """A fresh instance may be missing from a listing for this long."""
 WORDS = {
     Phase.PAUSED: "interrupted: stopped or outbid",
     Phase.FAILED: "the machine will not run",
     Phase.UNKNOWN: "the host is unreachable",
+    Phase.TERMINATING: "its provider is ending it",
 }
 
 
@@ -39,6 +42,8 @@ class Reconciler:
         self.trouble: dict[str, str] = {}
         """Provider → why it can't be used now."""
         self._strangers: dict[str, int] = {}
+        self._told: set[tuple[str, str]] = set()
+        """Lease and state that somebody was told of to be overdue."""
 
     async def run(self, provider: str) -> None:
         """One sweep over one provider: one list call, then one transaction."""
@@ -49,12 +54,36 @@ class Reconciler:
             except ProviderError as error:
                 self.trouble[provider] = f"{error.code}: {error}"
                 log.warning("listing of %s failed: %s", provider, error)
+                async with self.core.db.write() as session:
+                    await self.leases.accounts.listed(session, provider, error)
+                    await self._overdue(session, provider)
                 return
             self.trouble.pop(provider, None)
             async with self.core.db.write() as session:
+                await self.leases.accounts.listed(session, provider, None)
                 strangers = await self._compare(session, provider, listing, asked_at)
+                await self._overdue(session, provider)
             for instance in strangers:
                 await self._destroy_stranger(provider, instance)
+            await increases.follow(self.core, provider)
+
+    async def _overdue(self, session: AsyncSession, provider: str) -> None:
+        """What no listing has moved on for too long: time alone ends it, or somebody has to know."""
+        settings, trouble = self.core.settings, self.trouble.get(provider, "")
+        limits = overdue.Limits(settings.settle_seconds, settings.join_timeout_seconds)
+        rows = await session.scalars(
+            select(Lease).where(Lease.provider == provider, Lease.state.in_([s for s in LeaseState if s.open]))
+        )
+        for lease in rows:
+            found = overdue.judge(lease, self.core.clock(), limits)
+            if found is None or lease.id in self.leases.creating:
+                continue
+            why = f"{found.why}; {provider}'s list can't be read: {trouble}" if trouble else found.why
+            if found.give_up:
+                await self._give_up(session, lease, why)
+            elif (lease.id, lease.state) not in self._told:
+                self._told.add((lease.id, lease.state))
+                self.core.emit(session, lease.job_id, "lease_overdue", why, lease=lease.id)
 
     async def _compare(self, session: AsyncSession, provider: str, listing: Listing, asked_at: float) -> list[Instance]:
         prefix = label_prefix(self.core.settings.fleet_id)
@@ -91,8 +120,33 @@ class Reconciler:
             self._still_there(session, lease, instance)
             self._billing(session, lease, instance)
             return
+        planned = None if lease.gpu_running else self._planned(lease)
         self._billing(session, lease, instance)
+        if not await self._as_planned(session, lease, instance, planned):
+            return
         await self._phase(session, lease, instance)
+
+    @staticmethod
+    def _planned(lease: Lease) -> int:
+        """The most that the GPU may cost by what we agreed to: the quote, or the highest bid that we may have sent."""
+        if lease.billing == Billing.SPOT_BID:
+            return max(lease.rate_micros_h, lease.agreed_micros_h, round(lease.market_micros_h * bids.MARGIN))
+        return max(lease.quoted_micros_h, lease.agreed_micros_h)
+
+    async def _as_planned(self, session: AsyncSession, lease: Lease, instance: Instance, planned: int | None) -> bool:
+        """Whether it is paid in the mode and at the rate that were chosen; else it is given up. `planned` only before
+        it ran: what a market does later is not a broken quote."""
+        if lease.state == LeaseState.RELEASING:
+            return True
+        rate = instance.compute_micros_h if instance.phase is Phase.RUNNING else None
+        why = ""
+        if instance.billing is not None and instance.billing != lease.billing:
+            why = f"rented as {lease.billing} but billed as {instance.billing.value}"
+        elif planned is not None and rate is not None and rate > planned * PRICE_TOLERANCE:
+            why = f"billed ${usd(rate)}/h but was quoted ${usd(planned)}/h"
+        if why:
+            await self._give_up(session, lease, why)
+        return not why
 
     def _still_there(self, session: AsyncSession, lease: Lease, instance: Instance) -> None:
         """Released, and yet it is listed: it goes on costing until it is gone."""
@@ -112,7 +166,15 @@ class Reconciler:
         now = self.core.clock()
         running = instance.phase is Phase.RUNNING
         rate = instance.compute_micros_h
+        if instance.floor_micros_h is not None:
+            lease.market_micros_h = instance.floor_micros_h
+        if instance.ends_at is not None:
+            lease.host_ends_at = instance.ends_at.timestamp()
         if running and rate is not None:
+            moved = abs(rate - lease.rate_micros_h) > RATE_NEWS * lease.rate_micros_h
+            if moved and lease.gpu_running and lease.billing != Billing.SPOT_BID:
+                what = f"{lease.gpu_name}: billed ${usd(rate)}/h instead of ${usd(lease.rate_micros_h)}/h"
+                self.core.emit(session, lease.job_id, "rate_changed", what, lease=lease.id)
             money.change_rate(session, lease, rate, now, self.core.metrics)
         if running and not lease.gpu_running:
             started = instance.started_at.timestamp() if instance.started_at else now
@@ -129,23 +191,22 @@ class Reconciler:
             return
         age = self.core.clock() - lease.created_at
         if instance.phase is Phase.RUNNING:
-            over = lease.billing == Billing.ON_DEMAND and lease.rate_micros_h > lease.quoted_micros_h * PRICE_TOLERANCE
+            agreed = max(lease.quoted_micros_h, lease.agreed_micros_h)
+            over = lease.billing == Billing.ON_DEMAND and lease.rate_micros_h > agreed * PRICE_TOLERANCE
             if over:
-                quoted = usd(lease.quoted_micros_h)
+                quoted = usd(agreed)
                 await self._give_up(session, lease, f"billed ${usd(lease.rate_micros_h)}/h but was quoted ${quoted}/h")
             elif lease.state == LeaseState.BOOTING and age > self.core.settings.join_timeout_seconds:
                 await self._give_up(session, lease, f"running, but its node did not join within {age:.0f} s")
-        elif (
-            instance.phase is Phase.PAUSED
-            or instance.phase is Phase.FAILED
-            or (instance.phase is Phase.UNKNOWN and lease.missing_lists >= 2)
+        elif instance.phase in (Phase.PAUSED, Phase.FAILED, Phase.TERMINATING) or (
+            instance.phase is Phase.UNKNOWN and lease.missing_lists >= 2
         ):
             await self._interrupted(session, lease, instance)
         elif instance.phase in (Phase.PENDING, Phase.LOADING) and age > self.core.settings.join_timeout_seconds:
             await self._give_up(session, lease, f"did not start within {age:.0f} s ({instance.raw_status})")
 
-    async def _give_up(self, session: AsyncSession, lease: Lease, reason: str) -> None:
-        await self.leases.cool_down(session, lease, reason)
+    async def _give_up(self, session: AsyncSession, lease: Lease, reason: str, s: float = COOLDOWN_S) -> None:
+        await self.leases.cool_down(session, lease, reason, s=s)
         self.leases.request_release(session, lease, reason)
 
     async def _interrupted(self, session: AsyncSession, lease: Lease, instance: Instance) -> None:
@@ -161,7 +222,8 @@ class Reconciler:
         self.core.emit(
             session, lease.job_id, "preempted", f"{lease.gpu_name} on machine {lease.machine_id}: {why}", lease=lease.id
         )
-        await self._give_up(session, lease, why)
+        unfit = instance.phase is Phase.FAILED and lease.join_token_used_at is None
+        await self._give_up(session, lease, why, UNFIT_S if unfit else COOLDOWN_S)
 
     async def _absent(self, session: AsyncSession, lease: Lease) -> None:
         now, state = self.core.clock(), LeaseState(lease.state)
@@ -181,6 +243,10 @@ class Reconciler:
             lease.missing_lists += 1
             if lease.missing_lists >= 2:
                 lease.interrupted = True
+                if lease.gpu_since is None:
+                    # No list has ever shown it at work: it may be one that the list forgets, and that costs.
+                    await self._give_up(session, lease, "never seen at work in the provider's list: destroyed unseen")
+                    return
                 await self.leases.cool_down(session, lease, "vanished")
                 self.leases.released(session, lease, "vanished from the provider's list")
 

@@ -7,13 +7,16 @@ whose node works is renewed long before it ends.
 from __future__ import annotations
 
 import logging
+import statistics
+from collections.abc import Sequence
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import topology
+from app.fleet import topology, transport
 from app.fleet.commits import REFUSED_TOLERATED
 from app.fleet.core import Core
+from app.fleet.exams import Exams
 from app.fleet.leases import Leases
 from app.protocol.node import NodeState
 from app.storage.models import ItemStatus, Job, Lease, LeaseState, Node, WorkItem
@@ -37,13 +40,12 @@ class Roster:
 
     async def _arrange(self, session: AsyncSession, job: Job) -> None:
         """Place all live nodes in chains and write their upstream lists."""
-        pairs = (
-            await session.execute(
-                select(Node, Lease)
-                .join(Lease, Lease.id == Node.lease_id)
-                .where(Node.job_id == job.id, Node.state.in_(LIVE))
-            )
-        ).all()
+        found = await session.execute(
+            select(Node, Lease)
+            .join(Lease, Lease.id == Node.lease_id)
+            .where(Node.job_id == job.id, Node.state.in_(LIVE))
+        )
+        pairs = [(node, lease) for node, lease in found.all()]
         members = [
             topology.Member(
                 n.id, x.up_mbps, x.down_mbps, n.relay_url is not None, x.reliability, n.chain, n.chain_position
@@ -52,11 +54,31 @@ class Roster:
         ]
         places = topology.arrange(self.core.settings.learner_uplink_mbps, members)
         urls = {n.id: n.relay_url or "" for n, _ in pairs}
+        way = self._way(job, pairs)
         for node, _ in pairs:
             place = places[node.id]
             node.chain, node.chain_position = place.chain, place.position
-            node.upstreams = [{"kind": "peer", "url": urls[a], "node_id": a} for a in place.ancestors if urls[a]]
-        job.chain_depth_max = max(job.chain_depth_max, topology.depth(places))
+            peers = transport.peers(way, place)
+            node.upstreams = [{"kind": "peer", "url": urls[a], "node_id": a} for a in peers if urls[a]]
+            if not transport.asks_learner(way):
+                node.upstreams = [{"kind": "store", "node_id": "store"}]
+        if way is transport.Transport.CHAIN:
+            job.chain_depth_max = max(job.chain_depth_max, topology.depth(places))
+
+    def _way(self, job: Job, pairs: Sequence[tuple[Node, Lease]]) -> transport.Transport:
+        """How the job's snapshots travel: as the operator says, or the cheapest way."""
+        settings = self.core.settings
+        if settings.broadcast_transport != "auto":
+            return transport.Transport(settings.broadcast_transport)
+        links = [min(x.up_mbps, x.down_mbps) for _, x in pairs if x.up_mbps and x.down_mbps]
+        prices = transport.Prices(
+            [x.upload_micros_gb for n, x in pairs if n.relay_url is not None],
+            store_egress=settings.store_egress_micros_gb,
+            pool_hour=sum(x.rate_micros_h for _, x in pairs),
+        )
+        size, uplink = job.snapshot_bytes or 0, settings.learner_uplink_mbps
+        node_mbps = statistics.median_low(links) if links else min(uplink, 100.0)
+        return transport.cheapest(transport.estimate(size, len(pairs), uplink, node_mbps, prices)).transport
 
     @staticmethod
     async def _hand_back(session: AsyncSession, node: Node, item_id: str) -> None:
@@ -64,6 +86,7 @@ class Roster:
         item = await session.get(WorkItem, item_id)
         if item is not None and item.node_id == node.id and item.status == ItemStatus.LEASED:
             item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+        await Exams.hand_back(session, node.id, [item_id])
 
     async def retire(self, session: AsyncSession, lease: Lease, reason: str) -> None:
         """Give a lease back in order: its node drains first, if it has one that works."""
@@ -125,6 +148,7 @@ class Roster:
         )
         for item in items:
             item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+        await Exams.hand_back(session, node.id)
         job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
         await session.flush()
         await self._arrange(session, job)

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.fleet import activation, estimates, pricing
-from app.fleet.market import JobView, Priced
+from app.fleet import activation, bids, estimates, pricing
+from app.fleet.ranking import JobView, lead_s
+from app.protocol.base import usd
 from app.protocol.job import JobSpec
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node
 from providers.base import Billing
 
-STARTUP_S = 60.0
+MODEL_BYTES = 2
+"""Of each parameter of the model's files: bf16."""
 SETTLE_S = 20.0
 """A node's own measurement counts fully once it has worked this long."""
 RISK = 0.25
@@ -56,18 +58,45 @@ def trust(view: JobView, target: float, first_nodes: int) -> float:
     return float("inf") if view.measured else target / first_nodes
 
 
-def key(priced: Priced) -> str:
-    """Names an offer among those of all providers."""
-    return f"{priced.offer.provider}:{priced.offer.offer_id}"
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the market says of a machine that we hold."""
+
+    usual_floor: float | None = None
+    """What the floor of its bid usually is."""
+    known: bool = False
+    """That rests on as long a look as it averages over."""
+    on_demand: int | None = None
+    """Its rent on demand."""
 
 
-def candidate(priced: Priced, most: float) -> activation.Candidate:
-    """An offer as the decision sees it; it counts for at most `most`."""
-    machine = f"{priced.offer.provider}:{priced.offer.machine_id}"
-    return activation.Candidate(key(priced), machine, priced.price.total, min(priced.mu, most), priced.usual)
+def keeping(lease: Lease, caps: bids.Caps) -> int | None:
+    """The rent that has to be matched for a lease to stay: the floor that its bid must follow, or the price that its
+    host has announced. None if nothing more than now is asked for."""
+    if lease.billing == Billing.SPOT_BID:
+        return lease.market_micros_h if bids.presses(lease.market_micros_h, lease.rate_micros_h, caps) else None
+    return lease.announced_micros_h
 
 
-def running(lease: Lease, seen: Seen, view: JobView, now: float, most: float) -> activation.Running:
+def ending(lease: Lease, view: JobView, now: float) -> str:
+    """Why a lease will be over soon, whatever is paid for it; empty if it will not."""
+    left = None if lease.host_ends_at is None else lease.host_ends_at - now
+    if left is not None and left < lead_s(view.start_s(lease.provider, lease.down_mbps or 100.0)):
+        return f"its host ends the contract in {max(0.0, left):.0f} s"
+    if view.cap is not None and lease.rate_micros_h > view.cap:
+        return f"its price rose above max_price_per_hour {view.spec.fleet.max_price_per_hour}"
+    return ""
+
+
+def rest(lease: Lease, *, active: bool) -> int:
+    """All parts of a lease's price but the rent. What its start cost is spent once it works, and no reason to keep it
+    or to leave it."""
+    return lease.effective_micros_h - lease.rate_micros_h - (lease.start_micros_h if active else 0)
+
+
+def running(
+    lease: Lease, seen: Seen, view: JobView, now: float, most: float, outlook: Outlook = Outlook()
+) -> activation.Running:
     """A lease as the decision sees it: measured throughput where there is one, the price of keeping it."""
     node = seen.nodes.get(lease.id)
     active = node is not None and node.state == NodeState.ACTIVE
@@ -75,16 +104,30 @@ def running(lease: Lease, seen: Seen, view: JobView, now: float, most: float) ->
     raw = estimates.estimate(base, lease.gpu_name, view.measured).mu
     if node is not None and active and node.mu_measured:
         raw = estimates.settle(node.mu_measured, raw, now - node.state_since, SETTLE_S)
-    mu = min(most, pricing.effective_throughput(raw, lease.reliability, seen.spec.fleet.interruptible))
-    outbid = lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h
-    price = lease.effective_micros_h
-    if outbid:
-        price += pricing.bid_for(lease.market_micros_h, None) - lease.rate_micros_h
-    warned = lease.endangered_since is not None
+    life_h = view.life_h(lease.provider, lease.gpu_name, lease.machine_id)
+    start_s = view.start_s(lease.provider, lease.down_mbps or 100.0)
+    mu = min(most, raw * pricing.availability(lease.reliability, life_h, start_s))
+    other = rest(lease, active=active)
+    bidding = lease.billing == Billing.SPOT_BID
+    caps = bids.Caps(view.cap, outlook.on_demand if bidding else None)
+    why, asked = ending(lease, view, now), keeping(lease, caps)
+    least = compute = lease.rate_micros_h
+    if asked is not None:
+        full = bids.bid(asked, caps) if bidding else asked if asked <= (view.cap or asked) else None
+        if full is None:
+            why = why or f"keeping it would cost ${usd(asked)}/h, above max_price_per_hour or its on-demand price"
+        else:
+            least, compute = asked, full
+    price = other + compute
+    warned = lease.endangered_since is not None and not why
     if warned:
         price = round(price * (1 + RISK))
-    one = activation.Candidate(lease.id, f"{lease.provider}:{lease.machine_id}", price, mu)
-    return activation.Running(one, active, now - lease.created_at, outbid or warned)
+    usual = None
+    if bidding and outlook.usual_floor is not None:
+        usual = other + round(outlook.usual_floor * bids.MARGIN)
+    one = activation.Candidate(lease.id, f"{lease.provider}:{lease.machine_id}", price, mu, usual)
+    outbid = asked is not None and not why
+    return activation.Running(one, active, now - lease.created_at, warned, outbid, other + least, outlook.known, why)
 
 
 def job_view(seen: Seen) -> JobView:
@@ -101,4 +144,5 @@ def job_view(seen: Seen) -> JobView:
         if node is not None and node.mu_measured:
             base = estimates.prior(lease.gpu_name, lease.num_gpus, load).mu
             measured.append(estimates.Measurement(lease.gpu_name, node.mu_measured, base))
-    return JobView(spec, load, pricing.Traffic(snapshots, snapshots + rollout_bytes), tuple(measured), STARTUP_S)
+    traffic = pricing.Traffic(snapshots, snapshots + rollout_bytes)
+    return JobView(spec, load, traffic, tuple(measured), model_bytes=MODEL_BYTES * load.parameters)

@@ -16,9 +16,9 @@ from app.fleet.accounts import Accounts
 from app.fleet.core import Core
 from app.fleet.leases import Choice
 from app.fleet.lifecycle import Lifecycle
-from app.fleet.market import Priced
 from app.fleet.nodes import Nodes
 from app.fleet.purse import Room
+from app.fleet.ranking import Priced
 from app.fleet.sight import Seen
 from app.protocol.base import usd
 from app.protocol.job import JobStatus
@@ -52,7 +52,8 @@ class Spending:
                 continue
             room = room.plus(p.offer.provider, p.price.total)
             extra += p.price.total
-            choices.append(Choice(p.offer, p.rate_micros_h, p.price.total, p.mu))
+            start = p.price.once
+            choices.append(Choice(p.offer, p.rate_micros_h, p.price.total, p.mu, start))
         if choices:
             self._told.discard(seen.job.id)
         return choices, room
@@ -63,10 +64,15 @@ class Spending:
     ) -> None:  # fmt: skip
         """Tell once that caps or credit keep a job short of nodes, and once that they don't any more."""
         chosen = {(c.offer.provider, c.offer.offer_id) for c in choices}
-        rest = [p for p in wanted if (p.offer.provider, p.offer.offer_id) not in chosen]
-        reasons = [left.why_not(p.offer.provider, p.price.total) for p in rest]
-        # An offer that could be had means that something else is waited for.
-        self.accounts.hold(session, seen.job.id, reasons[0] if short and reasons and all(reasons) else "")
+        first = ""
+        for p in wanted if short else ():
+            if (p.offer.provider, p.offer.offer_id) not in chosen:
+                why = left.why_not(p.offer.provider, p.price.total)
+                # An offer that could be had means that something else is waited for.
+                first = (first or why) if why else ""
+                if not why:
+                    break
+        self.accounts.hold(session, seen.job.id, first)
 
     def _budget_holds(self, session: AsyncSession, seen: Seen, p: Priced, remaining: int) -> None:
         if seen.job.id not in self._told:

@@ -68,12 +68,13 @@ class Supervisor:
             "ECHO2_OBJECT_STORE_URL": settings.object_store_url,
             "ECHO2_LEARNER_UPLINK_BYTES_PER_S": str(int(settings.learner_uplink_mbps * 1e6 / 8)),
             "ECHO2_LEARNER_RELAY_HOST": settings.learner_relay_host,
+            "ECHO2_LEARNER_RELAY_ANNOUNCE": settings.learner_relay_announce or "",
         }
         if settings.s3_endpoint_url:
             env["ECHO2_S3_ENDPOINT_URL"] = settings.s3_endpoint_url
         with (folder / "learner.log").open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "app.learner", "--job", job_id,
+                sys.executable, *_ranks(settings.learner_processes), "-m", "app.learner", "--job", job_id,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True,
             )  # fmt: skip
         self._processes[job_id] = process
@@ -92,6 +93,11 @@ class Supervisor:
         if not path.exists():
             return ""
         return " | ".join(path.read_text(errors="replace").strip().splitlines()[-lines:])[-1000:]
+
+
+def _ranks(count: int) -> list[str]:
+    """What comes before the learner's module for several processes: torchrun, which ends all when one dies."""
+    return [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
 
 
 def _is_learner(pid: int | None, job_id: str) -> bool:

@@ -1,7 +1,8 @@
 """Who pulls snapshots from whom. Pure.
 
 Invariant: every node has at most one child in a chain (fan-out 1), no cycle exists, and the upstream list of a node is
-its parent, its further ancestors, the learner, the object store, in that order.
+its parent, its further ancestors, its helpers, the learner, the object store, in that order. Nodes that would hold up
+others stand behind them: the slow at the ends of the chains, and those that peers can't reach at the very end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+
+SLOW_SHARE = 0.6
+"""A node is slow when its link, as far as measured, is below this share of the median."""
+HELPERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a node: chain number, position in it (0 pulls from the learner), ancestors nearest first."""
+    """Position of a node: chain number, position in it (0 pulls from the learner), ancestors nearest first.
+
+    `helpers`: the last relays of other chains, whose uplinks carry nothing. They are for those whose parent lies, while
+    the parent's own upstream goes on feeding it.
+    """
 
     chain: int
     position: int
     ancestors: tuple[str, ...]
+    helpers: tuple[str, ...] = ()
 
 
 def chain_count(uplink_mbps: float, members: Sequence[Member]) -> int:
@@ -43,18 +53,26 @@ def chain_count(uplink_mbps: float, members: Sequence[Member]) -> int:
 
 def _streams(uplink_mbps: float, members: Sequence[Member]) -> int:
     """How many chains the learner's uplink feeds at the pace of their links, however many nodes there are."""
-    relays = [min(m.up_mbps, m.down_mbps) for m in members if m.reachable]
-    link = statistics.median_low(relays) if relays else uplink_mbps
-    return max(1, int(uplink_mbps // max(link, 1e-9)))
+    return max(1, int(uplink_mbps // max(_median_link(members, uplink_mbps), 1e-9)))
+
+
+def _median_link(members: Sequence[Member], default: float) -> float:
+    relays = [_link(m) for m in members if m.reachable]
+    return statistics.median_low(relays) if relays else default
+
+
+def _link(member: Member) -> float:
+    return min(member.up_mbps, member.down_mbps)
 
 
 def arrange(uplink_mbps: float, members: Sequence[Member]) -> dict[str, Place]:
     """Place every node. Those in a chain keep chain and order; newcomers go to the end of the shortest chain.
 
-    Nodes that peers can't reach stand at the tails: at most one per chain can, the rest pull from the learner or the
-    store as chains of their own.
+    One whose link has become slow goes behind those of its chain that aren't. Nodes that peers can't reach stand at the
+    tails: at most one per chain can, the rest pull from the learner or the store as chains of their own.
     """
     streams = _streams(uplink_mbps, members)
+    slow_below = SLOW_SHARE * _median_link(members, uplink_mbps)
     chains: dict[int, list[Member]] = {}
     tails: dict[int, Member] = {}
     fresh: list[Member] = []
@@ -70,12 +88,23 @@ def arrange(uplink_mbps: float, members: Sequence[Member]) -> dict[str, Place]:
             chains.setdefault(_shortest(chains, tails, streams, whole=True), []).append(member)
         else:
             tails[_shortest(chains, tails, streams, whole=False)] = member
+    for chain in chains.values():
+        chain.sort(key=lambda m: _link(m) < slow_below)
     full = {index: [*chains.get(index, []), *filter(None, [tails.get(index)])] for index in {*chains, *tails}}
+    idle = {index: chain[-1] for index, chain in chains.items() if _link(chain[-1]) >= slow_below}
     return {
-        member.node_id: Place(index, position, tuple(m.node_id for m in reversed(chain[:position])))
+        member.node_id: Place(
+            index, position, tuple(m.node_id for m in reversed(chain[:position])), _helpers(index, idle)
+        )
         for index, chain in full.items()
         for position, member in enumerate(chain)
     }
+
+
+def _helpers(chain: int, idle: Mapping[int, Member]) -> tuple[str, ...]:
+    """The last relays of the chains after this one, in the round, so that not all have the same."""
+    others = sorted((index for index in idle if index != chain), key=lambda index: (index < chain, index))
+    return tuple(idle[index].node_id for index in others[:HELPERS])
 
 
 def _shortest(chains: Mapping[int, Sequence[Member]], tails: Mapping[int, Member], streams: int, *, whole: bool) -> int:

@@ -15,7 +15,8 @@ from app.fleet import money, pricing
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
 from app.fleet.costs import Costs
-from app.fleet.market import Priced
+from app.fleet.publishes import publishes
+from app.fleet.replay import dropped_counts
 from app.protocol.base import moment, usd
 from app.protocol.job import JobStatus
 from app.storage.models import Event, Job, Lease, LeaseState, LedgerEntry, Node, SnapshotRow, Step
@@ -74,6 +75,7 @@ class Views:
                 "t_bcast": job.t_bcast,
                 "bubble_ratio": bubble_ratio(job.idle_seconds, job.train_seconds),
                 "dropped_ratio": dropped_ratio(job),
+                "dropped": await dropped_counts(session, job.id),
             },
             "capacity": self._capacity(job),
             "cost": self._cost_summary(job, leases),
@@ -82,7 +84,7 @@ class Views:
 
     @staticmethod
     def _capacity(job: Job) -> dict[str, Any]:
-        keys = ("mu_min", "mu_target", "mu_pool", "feasible", "explanation")
+        keys = ("mu_min", "mu_target", "mu_steered", "mu_knee", "mu_pool", "feasible", "explanation", "steering")
         return {key: job.capacity.get(key) for key in keys}
 
     def _cost_summary(self, job: Job, leases: Sequence[Lease]) -> dict[str, Any]:
@@ -120,7 +122,9 @@ class Views:
                 "nodes": rows,
                 **await self._broadcast(session, jobs[0]),
             }
-        total = {key: sum(c[key] or 0.0 for c in capacities) for key in ("mu_min", "mu_target", "mu_pool")}
+        total = {
+            key: sum(c[key] or 0.0 for c in capacities) for key in ("mu_min", "mu_target", "mu_steered", "mu_pool")
+        }
         return {"capacity": {**total, "feasible": all(c["feasible"] is not False for c in capacities)}, "nodes": rows}
 
     async def _broadcast(self, session: AsyncSession, job: Job) -> dict[str, Any]:
@@ -142,6 +146,7 @@ class Views:
                 "chain_depth_max": job.chain_depth_max,
                 "completed": times[0],
                 "t_bcast_mean": times[1],
+                **await publishes(session, job.id, nodes),
             },
             "totals": {
                 "nodes_peak": job.nodes_peak,
@@ -226,31 +231,4 @@ class Views:
             "kind": row.kind,
             "message": row.message,
             "data": row.data,
-        }
-
-    @staticmethod
-    def offer(p: Priced) -> dict[str, Any]:
-        """One offer as a job sees it: every part of its price and where its throughput comes from."""
-        o = p.offer
-        return {
-            "provider": o.provider,
-            "offer_id": o.offer_id,
-            "machine_id": o.machine_id,
-            "gpu_name": o.gpu_name,
-            "num_gpus": o.num_gpus,
-            "region": o.region,
-            "billing": o.billing.value,
-            "reliability": o.reliability,
-            "price_per_hour": usd(p.rate_micros_h),
-            "effective_price_per_hour": usd(p.price.total),
-            "price_parts": {
-                "compute": usd(p.price.compute),
-                "disk": usd(p.price.disk),
-                "traffic": usd(p.price.traffic),
-                "startup": usd(p.price.startup),
-            },
-            "mu": p.mu,
-            "mu_source": p.estimate.source,
-            "rho": p.rho,
-            "excluded": p.excluded or None,
         }

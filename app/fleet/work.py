@@ -12,8 +12,9 @@ import secrets
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import admission
+from app.fleet import admission, scores
 from app.fleet.commits import Commits
+from app.fleet.stored import in_store, stored_urls
 from app.protocol.errors import NotFound
 from app.protocol.job import JobStatus
 from app.protocol.node import (
@@ -26,7 +27,7 @@ from app.protocol.node import (
 from app.protocol.node import (
     WorkItem as WorkItemMessage,
 )
-from app.storage.models import ItemStatus, Job, Node, SnapshotRow, WorkItem
+from app.storage.models import ItemStatus, Job, Node, SnapshotRow, Step, WorkItem
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,16 @@ class Work(Commits):
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
             count, reason = await self._grantable(session, job, node, request)
-        if count == 0:
+            waiting = await self._exam_waits(session, job, node, request)
+        if count == 0 and waiting is None:
             return WorkAnswer(items=[], reason=reason)
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
             count, reason = await self._grantable(session, job, node, request)
+            exam = await self._take_exam(session, job, node, request, idle=count == 0)
+            if exam:
+                return WorkAnswer(items=exam, upload=self._slot(job, node_id, request))
             items = await self._take(session, job, node, request.policy_version, count)
             if not items:
                 return WorkAnswer(items=[], reason=reason)
@@ -73,9 +78,25 @@ class Work(Commits):
                 )
                 for item in items
             ]
+        return WorkAnswer(items=messages, upload=self._slot(job, node_id, request))
+
+    def _slot(self, job: Job, node_id: str, request: WorkRequest) -> UploadSlot:
         key = f"jobs/{job.id}/trajectories/{request.policy_version}/{node_id}-{secrets.token_hex(8)}.parquet"
         put = self.core.objects.presign_put(key, UPLOAD_EXPIRES_S, self.core.settings.max_upload_bytes)
-        return WorkAnswer(items=messages, upload=UploadSlot(key=key, url=put.url, headers=put.headers))
+        return UploadSlot(key=key, url=put.url, headers=put.headers)
+
+    @staticmethod
+    def _share(job: Job, node: Node) -> int:
+        batch = job.spec["batch"]
+        return admission.share(
+            t_train=job.t_train, group_size=batch["group_size"], prompts=batch["prompts"], node_rate=node.mu_measured
+        )
+
+    async def _exam_waits(self, session: AsyncSession, job: Job, node: Node, request: WorkRequest) -> float | None:
+        """How long held-out prompts have waited that this node may answer; None if there are none."""
+        going = job.status in (JobStatus.PROVISIONING, JobStatus.RUNNING)
+        fit = going and not node.drain and node.state in (NodeState.WARMING, NodeState.ACTIVE)
+        return await self.exams.waiting(session, job, request.policy_version) if fit else None
 
     async def _grantable(self, session: AsyncSession, job: Job, node: Node, request: WorkRequest) -> tuple[int, str]:
         """How many groups this node may have now, and why not more."""
@@ -85,7 +106,6 @@ class Work(Commits):
             return 0, "this node drains"
         if job.published_version is None or request.policy_version > job.published_version:
             return 0, f"version {request.policy_version} is not published"
-        batch = job.spec["batch"]
         ahead = await session.scalar(
             select(func.count())
             .select_from(WorkItem)
@@ -95,7 +115,7 @@ class Work(Commits):
             step=job.step,
             version=request.policy_version,
             staleness=job.staleness_budget,
-            prompts=batch["prompts"],
+            prompts=await self._consumed(session, job),
             ahead=ahead or 0,
         )
         if count == 0:
@@ -104,13 +124,28 @@ class Work(Commits):
                 f"admission: {ahead} groups are ahead at step {job.step}; "
                 f"more under v{request.policy_version} would be stale",
             )
-        share = admission.share(
-            t_train=job.t_train,
-            group_size=batch["group_size"],
-            prompts=batch["prompts"],
-            node_rate=node.mu_measured,
-        )
-        return min(count, share, request.max_items), ""
+        return min(count, self._share(job, node), request.max_items), ""
+
+    @staticmethod
+    async def _consumed(session: AsyncSession, job: Job) -> int:
+        batch, learner = job.spec["batch"], job.spec["learner"]
+        prompts = int(batch["prompts"])
+        if not learner.get("refill", False):
+            return prompts
+        query = select(Step.rollouts).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(admission.LOOK)
+        recent = [rollouts // batch["group_size"] for rollouts in await session.scalars(query)]
+        return admission.consumed(recent, prompts=prompts, most=int(prompts * learner["refill_factor"]))
+
+    async def _take_exam(
+        self, session: AsyncSession, job: Job, node: Node, request: WorkRequest, *, idle: bool
+    ) -> list[WorkItemMessage]:
+        """Held-out prompts, when the node would be idle otherwise or when they have waited for long."""
+        waiting = await self._exam_waits(session, job, node, request)
+        period_s = (job.t_train or 1.0) * job.publish_period
+        if waiting is None or not (idle or scores.goes_first(waiting, period_s)):
+            return []
+        share = min(request.max_items, self._share(job, node))
+        return await self.exams.take(session, job, node, request.policy_version, share)
 
     async def _take(self, session: AsyncSession, job: Job, node: Node, version: int, count: int) -> list[WorkItem]:
         """Items that came back first, then new ones in the seeded order."""
@@ -143,6 +178,8 @@ class Work(Commits):
         seconds = admission.lease_deadline(
             t_train=job.t_train, prompts=batch["prompts"], items=len(pending), node_rate_groups_s=rate
         )
+        if batch.get("group_deadline_s") is not None and batch.get("on_late") == "reissue":
+            seconds = min(seconds, batch["group_deadline_s"])
         for item in pending:
             item.status, item.node_id, item.leased_version = ItemStatus.LEASED, node.id, version
             item.deadline_at = self.core.clock() + seconds
@@ -150,7 +187,8 @@ class Work(Commits):
         return pending
 
     async def expire(self, session: AsyncSession, job: Job) -> int:
-        """Leases past their deadline: the work is pending again. Returns how many."""
+        """Leases past their deadline: the work is pending again. Returns how many groups."""
+        await self.exams.expire(session, job)
         items = list(
             await session.scalars(
                 select(WorkItem).where(
@@ -173,13 +211,7 @@ class Work(Commits):
         async with self.core.db.read() as session:
             node = await session.get_one(Node, node_id)
             row = await session.get(SnapshotRow, (node.job_id, version))
-        if row is None or not row.stored:
+            stored = await in_store(session, node.job_id, up_to=version)
+        if row is None or not (row.stored or row.delta_stored):
             raise NotFound(f"version {version} is not in the object store")
-        base = f"jobs/{node.job_id}/snapshots/{version}"
-        last = min(row.chunks, first + count)
-        sign = self.core.objects.presign_get
-        return SnapshotUrls(
-            version=version,
-            manifest_url=sign(f"{base}/manifest.json", UPLOAD_EXPIRES_S),
-            chunk_urls={n: sign(f"{base}/chunks/{n}", UPLOAD_EXPIRES_S) for n in range(max(0, first), last)},
-        )
+        return stored_urls(lambda key: self.core.objects.presign_get(key, UPLOAD_EXPIRES_S), row, stored, first, count)

@@ -1,20 +1,24 @@
 """The replay buffer: whole groups, oldest admissible first.
 
 Invariant: a group that `take` returns satisfies t − x ≤ S at that moment, x the version of its oldest token; a work
-item leaves the buffer once, either to be trained on or with a reason.
+item leaves the buffer once, either to be trained on or with a reason. A step that was made before, by a process that
+died, is made from the same groups in the same order as long as all of them come.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from app.learner.refill import Spare, extra, has_signal
 from app.protocol.learner import DroppedGroup
 from app.protocol.trajectory import Rollout
 
+log = logging.getLogger(__name__)
 REMEMBERED = 200_000
 """Work items that are remembered to refuse a second copy."""
 
@@ -25,11 +29,18 @@ class Group:
 
     work_item: str
     rollouts: tuple[Rollout, ...]
+    node: str = ""
+    """Who sampled it."""
 
     @property
     def oldest_version(self) -> int:
         """The version that staleness counts from."""
         return min(r.oldest_version for r in self.rollouts)
+
+    @property
+    def signal(self) -> bool:
+        """Whether its answers got different rewards, so that it has a gradient."""
+        return has_signal([r.reward for r in self.rollouts])
 
     @property
     def tokens(self) -> int:
@@ -51,6 +62,7 @@ class ReplayBuffer:
         self._dropped: list[DroppedGroup] = []
         self._known: set[str] = set()
         self._order: deque[str] = deque()
+        self._plan: dict[int, tuple[str, ...]] = {}
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -68,11 +80,17 @@ class ReplayBuffer:
             self._changed.notify_all()
             return True
 
+    def plan(self, steps: Mapping[int, Sequence[str]]) -> None:
+        """Step → the groups that it was made from before, in their order. It is given up when one can't come."""
+        with self._changed:
+            self._plan = {step: tuple(items) for step, items in steps.items()}
+
     def reject(self, work_item: str, reason: Literal["stale", "invalid"]) -> None:
         """Note that a group will never be trained on; `take` and `evict` hand the note out."""
         with self._changed:
             if self._remember(work_item):
                 self._dropped.append(DroppedGroup(work_item=work_item, reason=reason))
+                self._changed.notify_all()
 
     @property
     def unreported(self) -> int:
@@ -87,26 +105,34 @@ class ReplayBuffer:
                 self._remember(item)
 
     def ready(self, t: int, staleness_budget: int, prompts: int) -> bool:
-        """Whether at least `prompts` groups are admissible at v_t."""
+        """Whether at least `prompts` groups are admissible at v_t, or all that step t + 1 was made from before."""
         with self._changed:
-            return self._admissible(t, staleness_budget) >= prompts
+            return self._enough(t, staleness_budget, prompts)
 
     def wait(self, t: int, staleness_budget: int, prompts: int, timeout_s: float) -> bool:
         """Like `ready`, but waits for arrivals up to `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._admissible(t, staleness_budget) >= prompts, timeout_s)
+            return self._changed.wait_for(lambda: self._enough(t, staleness_budget, prompts), timeout_s)
 
-    def take(self, t: int, staleness_budget: int, prompts: int) -> tuple[list[Group], list[DroppedGroup]]:
+    def take(
+        self, t: int, staleness_budget: int, prompts: int, *, least: int | None = None, most: int = 0
+    ) -> tuple[list[Group], list[DroppedGroup]]:
         """Remove the `prompts` oldest admissible groups (equal versions in order of arrival), and what is dropped.
 
-        With fewer than `prompts` admissible groups it returns no group; what is over budget is dropped all the same.
+        With fewer than `least` (default `prompts`) admissible groups it returns no group; what is over budget is
+        dropped all the same. A step that was made before gets its groups of then, or none until they are all here.
+        Up to `most` groups are handed out to make up for those without a signal, if there are any to spare.
         """
         with self._changed:
             self._drop_stale(t, staleness_budget)
+            planned = self._planned(t, staleness_budget)
+            if planned is not None:
+                return self._take_planned(t, planned), self._hand_out()
             taken: list[Group] = []
-            if len(self._groups) >= prompts:
+            if len(self._groups) >= (prompts if least is None else least):
                 taken = [group for _, _, group in self._groups[:prompts]]
                 del self._groups[:prompts]
+                taken += self._refill(t, staleness_budget, taken, prompts, most)
             return taken, self._hand_out()
 
     def evict(self, t: int, staleness_budget: int) -> list[DroppedGroup]:
@@ -115,12 +141,53 @@ class ReplayBuffer:
             self._drop_stale(t, staleness_budget)
             return self._hand_out()
 
+    def _enough(self, t: int, staleness_budget: int, prompts: int) -> bool:
+        planned = self._planned(t, staleness_budget)
+        if planned is not None:
+            return set(planned) <= {group.work_item for _, _, group in self._groups}
+        return self._admissible(t, staleness_budget) >= prompts
+
+    def _planned(self, t: int, staleness_budget: int) -> tuple[str, ...] | None:
+        """What step t + 1 was made from, unless some of it was refused or is over a budget that was lowered since."""
+        planned = self._plan.get(t + 1)
+        if planned is None:
+            return None
+        here = {group.work_item: version for version, _, group in self._groups}
+        lost = [
+            item
+            for item in planned
+            if (item in self._known if item not in here else not admissible(here[item], t, staleness_budget))
+        ]
+        if lost:
+            log.warning("step %d can't be made again from the same groups: %d of them are gone", t + 1, len(lost))
+            self._plan = {}
+            return None
+        return planned
+
+    def _take_planned(self, t: int, planned: Sequence[str]) -> list[Group]:
+        here = {group.work_item: group for _, _, group in self._groups}
+        if not set(planned) <= here.keys():
+            return []
+        del self._plan[t + 1]
+        wanted = set(planned)
+        self._groups = [entry for entry in self._groups if entry[2].work_item not in wanted]
+        return [here[item] for item in planned]
+
+    def _refill(self, t: int, staleness_budget: int, taken: Sequence[Group], prompts: int, most: int) -> list[Group]:
+        rest = [Spare(g.signal, admissible(v, t + 1, staleness_budget)) for v, _, g in self._groups]
+        count = extra([g.signal for g in taken], rest, prompts=prompts, most=most)
+        more = [group for _, _, group in self._groups[:count]]
+        del self._groups[:count]
+        return more
+
     def _admissible(self, t: int, staleness_budget: int) -> int:
         return sum(admissible(version, t, staleness_budget) for version, _, _ in self._groups)
 
     def _drop_stale(self, t: int, staleness_budget: int) -> None:
         stale = [g for version, _, g in self._groups if not admissible(version, t, staleness_budget)]
-        self._dropped += [DroppedGroup(work_item=g.work_item, reason="stale") for g in stale]
+        self._dropped += [
+            DroppedGroup(work_item=g.work_item, reason="stale", lag=t - g.oldest_version) for g in stale
+        ]
         del self._groups[: len(stale)]
 
     def _hand_out(self) -> list[DroppedGroup]:

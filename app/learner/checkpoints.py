@@ -38,7 +38,8 @@ _FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 class Progress(Strict):
     """Where the learner stands, apart from tensors."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
+    """2 adds the best evaluation. What 1 lacks is made up for by defaults."""
     job_id: str
     step: int = Field(ge=0)
     active_s: float = Field(default=0, ge=0)
@@ -48,6 +49,9 @@ class Progress(Strict):
     steps: list[StepReport] = Field(default_factory=list)
     """Reports that the control service has not acknowledged."""
     evals: list[EvalReport] = Field(default_factory=list)
+    best_step: int | None = Field(default=None, ge=0)
+    """The step with the best held-out reward so far; its checkpoint stays."""
+    best_reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Checkpoint:
 
 
 def save(root: Path, checkpoint: Checkpoint, *, keep: int = 2, after: Callable[[str], None] = lambda _: None) -> Path:
-    """Write a checkpoint, replacing one of the same step, and remove all but the newest `keep` and leftovers.
+    """Write a checkpoint, replacing one of the same step, and remove all but the newest `keep`, the best and leftovers.
 
     `after` is told the name of each file operation once it is done. Raises LearnerError when the disk refuses.
     """
@@ -72,10 +76,24 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int = 2, after: Callable[[
         after("mkdir")
         _write(part, checkpoint, after)
         _swap(root, part, target, after)
-        _prune(root, keep)
+        _prune(root, keep, checkpoint.progress.best_step)
     except OSError as error:
         raise LearnerError(f"the checkpoint of step {checkpoint.progress.step} can't be written: {error}") from error
     return target
+
+
+def steps_on_disk(root: Path) -> list[int]:
+    """Steps of the checkpoints that are committed, newest first; whether they are whole shows when they are read."""
+    return [int(folder.name) for folder in _committed(root) if folder.suffix != ".old"]
+
+
+def weights_of(root: Path, step: int) -> Mapping[str, torch.Tensor]:
+    """The weights of one checkpoint. Raises LearnerError if it is not whole."""
+    folder = root / f"{step:09d}"
+    try:
+        return _read(folder).weights
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise LearnerError(f"checkpoint {folder} is damaged: {error}") from error
 
 
 def latest(root: Path, *, job_id: str) -> Checkpoint | None:
@@ -142,10 +160,11 @@ def _swap(root: Path, part: Path, target: Path, after: Callable[[str], None]) ->
     fsync_path(root)
 
 
-def _prune(root: Path, keep: int) -> None:
+def _prune(root: Path, keep: int, best: int | None) -> None:
     whole = [folder for folder in _committed(root) if folder.suffix != ".old"]
+    kept = {*whole[:keep], *(folder for folder in whole if int(folder.name) == best)}
     for path in root.iterdir():
-        if path.is_dir() and path not in whole[:keep]:
+        if path.is_dir() and path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -19,11 +19,13 @@ from app.protocol import errors
 from app.protocol.errors import EchoError, FieldError, LearnerError, Malformed, Unavailable
 from app.protocol.learner import (
     Done,
+    Drops,
     EvalReport,
     LearnerDirectives,
     LearnerHeartbeat,
     Published,
     Ready,
+    ReadyAnswer,
     StartAnswer,
     StartRequest,
     StepReport,
@@ -55,12 +57,13 @@ class Control(Protocol):
     """What the learner needs of the control service; see app/protocol/learner.py for the calls."""
 
     def start(self, request: StartRequest) -> StartAnswer: ...
-    def ready(self, body: Ready) -> LearnerDirectives: ...
+    def ready(self, body: Ready) -> ReadyAnswer: ...
     def heartbeat(self, body: LearnerHeartbeat) -> LearnerDirectives: ...
     def trajectories(self, after: int, wait_s: float) -> TrajectoryPage: ...
     def published(self, body: Published) -> LearnerDirectives: ...
     def step(self, body: StepReport) -> LearnerDirectives: ...
     def evaluation(self, body: EvalReport) -> LearnerDirectives: ...
+    def drops(self, body: Drops) -> LearnerDirectives: ...
     def done(self, body: Done) -> None: ...
 
 
@@ -100,9 +103,9 @@ class ControlClient:
         self._http.headers["Echo2-Epoch"] = str(answer.epoch)
         return answer
 
-    def ready(self, body: Ready) -> LearnerDirectives:
-        """The learner can train."""
-        return self._call("POST", "/ready", LearnerDirectives, body=body)
+    def ready(self, body: Ready) -> ReadyAnswer:
+        """The learner can train; the answer says which steps are to be made again from which groups."""
+        return self._call("POST", "/ready", ReadyAnswer, body=body)
 
     def heartbeat(self, body: LearnerHeartbeat) -> LearnerDirectives:
         """One try only: the next heartbeat comes soon enough. Raises Unavailable."""
@@ -124,6 +127,10 @@ class ControlClient:
     def evaluation(self, body: EvalReport) -> LearnerDirectives:
         """A held-out reward."""
         return self._call("POST", "/evals", LearnerDirectives, body=body)
+
+    def drops(self, body: Drops) -> LearnerDirectives:
+        """Groups that can't be trained on; the same ones again are harmless."""
+        return self._call("POST", "/drops", LearnerDirectives, body=body)
 
     def done(self, body: Done) -> None:
         """The last word."""

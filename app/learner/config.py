@@ -22,17 +22,25 @@ class LearnerSettings(BaseSettings):
     control_url: str = Field(pattern=r"^https?://")
     learner_token: SecretStr = Field(min_length=1)
     job_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
-    state_dir: Path
+    state_dir: Path = Field(default_factory=lambda: Path(".echo2").absolute())
     cache_dir: Path | None = None
     """Models that are made or downloaded; default `state_dir`/cache."""
     object_store_url: str = ""
-    """Default `file://` and `state_dir`/objects."""
+    """Default: the one that the control service names, else `file://` and `state_dir`/objects."""
     s3_endpoint_url: str | None = None
     learner_relay_host: str = "127.0.0.1"
-    """Address that the relay listens on and is announced with."""
+    """Address that the relay listens on."""
+    learner_relay_port: int = Field(default=0, ge=0, le=65_535)
+    """Port that the relay listens on; 0: a free one."""
+    learner_relay_announce: str = Field(default="", pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])?(:[0-9]{1,5})?$")
+    """Where nodes reach the relay, `host` or `host:port`; default: where it listens."""
     learner_uplink_bytes_per_s: float | None = Field(default=None, gt=0)
     learner_threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of a training step."""
+    learner_collective_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """How long a rank waits for the others in a step."""
+    learner_cache_bytes: int = Field(default=1 << 30, ge=0)
+    """Trajectory files that are kept on disk for a learner that starts again; 0: none."""
 
     @model_validator(mode="after")
     def _absolute(self) -> Self:
@@ -56,11 +64,11 @@ class LearnerSettings(BaseSettings):
         return self.state_dir / "learners" / self.job_id
 
 
-def load_settings(job_id: str | None = None) -> LearnerSettings:
-    """Settings from the environment; `job_id` overrides ECHO2_JOB_ID. Raises BadInput naming the setting."""
-    given = {} if job_id is None else {"job_id": job_id}
+def load_settings(job_id: str | None = None, **given: str | None) -> LearnerSettings:
+    """Settings from the environment; what is given and not None overrides it. Raises BadInput naming the setting."""
+    wanted = {name: value for name, value in {"job_id": job_id, **given}.items() if value is not None}
     try:
-        return LearnerSettings(**given)  # type: ignore[arg-type]
+        return LearnerSettings(**wanted)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = "ECHO2_" + "_".join(str(part) for part in first["loc"]).upper() if first["loc"] else "settings"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.sampling import eos_ids, sample
 from app.protocol.job import JobSpec
 from app.tasks.base import Task
@@ -21,9 +22,13 @@ _SALT = 0x65766C
 
 
 class Evaluator:
-    """One answer at temperature 1, nothing truncated, to each of the first `learner.eval_prompts` held-out prompts."""
+    """One answer at temperature 1, nothing truncated, to each of the first `learner.eval_prompts` held-out prompts.
 
-    def __init__(self, model: Any, tokenizer: Any, task: Task, spec: JobSpec) -> None:
+    With several ranks `run` is collective, and all of them sample the same answers: a forward pass takes them all.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, task: Task, spec: JobSpec, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._model = model
         self._tokenizer = tokenizer
         self._task = task
@@ -32,6 +37,7 @@ class Evaluator:
 
     def run(self) -> float:
         """Mean reward of the weights as they are. Every evaluation has the same draws: differences are the policy's."""
+        self._ranks.announce("evaluate")
         prompts = [self._task.heldout(i) for i in range(self.prompts)]
         device = self._model.device
         generator = torch.Generator(device=device).manual_seed((self._spec.seed ^ _SALT) & (2**63 - 1))
@@ -42,6 +48,7 @@ class Evaluator:
             temperature=1.0,
             eos=eos_ids(self._model, self._tokenizer),
             generator=generator,
+            agree=self._ranks.first,
         )
         rewards = [self._task.reward(p, decode(self._tokenizer, c.ids)) for p, c in zip(prompts, made, strict=True)]
         return statistics.fmean(rewards)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from blake3 import blake3
 
 from app.learner.buffer import Group, ReplayBuffer
+from app.learner.cache import FileCache
 from app.learner.client import Control
 from app.learner.outbox import Directives
 from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, Refused, Unavailable
@@ -39,18 +40,24 @@ class GroupReader:
         group_size: int,
         max_tokens: int,
         vocabulary: int,
+        cache: FileCache | None = None,
     ) -> None:
         self._objects = objects
         self._prompt_ids = lru_cache(maxsize=4096)(prompt_ids)
         self._group_size = group_size
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
+        self._cache = cache
 
     def read(self, ref: TrajectoryRef) -> list[Group]:
         """The groups of `ref.work_items`. Raises NotFound, IntegrityError, Refused, Unavailable."""
-        data = self._objects.get(ref.key)
-        if len(data) != ref.size or blake3(data).hexdigest() != ref.blake3:
-            raise IntegrityError(f"{ref.key} is not the file that was accepted ({len(data)} bytes)")
+        data = None if self._cache is None else self._cache.get(ref.blake3, ref.size)
+        if data is None:
+            data = self._objects.get(ref.key)
+            if len(data) != ref.size or blake3(data).hexdigest() != ref.blake3:
+                raise IntegrityError(f"{ref.key} is not the file that was accepted ({len(data)} bytes)")
+            if self._cache is not None:
+                self._cache.put(ref.blake3, data)
         table = read_table(data)
         wanted = set(ref.work_items)
         by_item: dict[str, list[Rollout]] = {}
@@ -58,9 +65,13 @@ class GroupReader:
             by_item.setdefault(rollout.work_item, []).append(rollout)
         expected = {item: Expected(rows[0].prompt_index, self._group_size) for item, rows in by_item.items()}
         validate(table, expected, newest_version=_ANY_VERSION, max_tokens=self._max_tokens)
-        return [self._group(item, by_item[item]) for item in ref.work_items if item in by_item and item in wanted]
+        return [
+            self._group(item, by_item[item], ref.node_id)
+            for item in ref.work_items
+            if item in by_item and item in wanted
+        ]
 
-    def _group(self, item: str, rows: list[Rollout]) -> Group:
+    def _group(self, item: str, rows: list[Rollout], node: str) -> Group:
         try:
             own = self._prompt_ids(rows[0].prompt_index)
         except BadInput as error:
@@ -70,7 +81,7 @@ class GroupReader:
                 raise Refused("wrong_prompt", f"work item {item} was not sampled from prompt {rollout.prompt_index}")
             if max(rollout.completion_ids) >= self._vocabulary:
                 raise Refused("lengths", f"work item {item} has a token outside the vocabulary of {self._vocabulary}")
-        return Group(item, tuple(sorted(rows, key=lambda r: r.sample_index)))
+        return Group(item, tuple(sorted(rows, key=lambda r: r.sample_index)), node)
 
 
 class Inbox:

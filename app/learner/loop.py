@@ -13,17 +13,21 @@ from typing import Literal, Protocol
 
 import torch
 
+from app.learner.adaptive import Adaptive
 from app.learner.buffer import Group, ReplayBuffer, lag_histogram
 from app.learner.checkpoints import Checkpoint, Progress
 from app.learner.heart import Status
+from app.learner.journal import supply_metrics
 from app.learner.outbox import Directives, Outbox
 from app.learner.publisher import Publisher, Save
 from app.learner.trainer import StepMetrics, TrainerState
 from app.protocol.errors import LearnerError
 from app.protocol.job import JobSpec
-from app.protocol.learner import DroppedGroup, EvalReport, StepReport
+from app.protocol.learner import DroppedGroup, Drops, EvalReport, StepReport
 
 _POLL_S = 0.5
+_HARDLY = 10
+"""Fewer usable groups than one in so many."""
 
 
 class Trainer(Protocol):
@@ -32,7 +36,24 @@ class Trainer(Protocol):
     steps: int
 
     def step(self, groups: Sequence[Group]) -> StepMetrics: ...
-    def state(self) -> TrainerState: ...
+    def snapshot(self) -> TrainerState: ...
+
+
+class Journal(Protocol):
+    """Where steps and evaluations are written down for people."""
+
+    def step(self, report: StepReport) -> None: ...
+    def evaluation(self, report: EvalReport) -> None: ...
+
+
+class NoJournal:
+    """Nothing is written down."""
+
+    def step(self, report: StepReport) -> None:
+        """Nothing."""
+
+    def evaluation(self, report: EvalReport) -> None:
+        """Nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +74,8 @@ class Position:
     published: int = -1
     """Newest version ever published; an older one is never published again."""
     active_s: float = 0.0
+    best: tuple[int, float] | None = None
+    """Step and value of the best held-out reward; of equal ones the first."""
 
 
 class Loop:
@@ -73,6 +96,7 @@ class Loop:
         status: Status,
         position: Position,
         extra_metrics: Callable[[], dict[str, float]] = dict,
+        journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
@@ -88,7 +112,13 @@ class Loop:
         self._extra_metrics = extra_metrics
         self._clock = clock
         self._seen = clock()
+        self._journal = journal or NoJournal()
+        self._adaptive = Adaptive(spec)
+        self._budget = spec.staleness_budget
+        """S at the last step."""
         self._dropped: list[DroppedGroup] = []
+        self._told = 0
+        """Groups since the last step that were reported as dropped before there was a batch."""
         self._copy_s = 0.0
         self._idle_s = 0.0
         self._reward: tuple[int, float] | None = None
@@ -117,12 +147,18 @@ class Loop:
         reward = self._reward[1]
         initial = self.position.evaluated < 0 and step == 0
         self.position.evaluated = step
-        self._outbox.put(EvalReport(step=step, reward=reward, prompts=self._eval_prompts, initial=initial, final=final))
+        report = EvalReport(step=step, reward=reward, prompts=self._eval_prompts, initial=initial, final=final)
+        self._outbox.put(report)
+        self._journal.evaluation(report)
+        if self.position.best is None or reward > self.position.best[1]:
+            self.position.best = (step, reward)
+            if step > 0:
+                self._publisher.keep(self.checkpoint())
         return reward
 
     def checkpoint(self, state: TrainerState | None = None) -> Checkpoint:
         """Everything that a later process needs, as it is now."""
-        state = state or self._trainer.state()
+        state = state or self._trainer.snapshot()
         self._tick()
         steps, evals = self._outbox.pending()
         progress = Progress(
@@ -132,6 +168,8 @@ class Loop:
             evaluated=self.position.evaluated,
             steps=steps,
             evals=evals,
+            best_step=None if self.position.best is None else self.position.best[0],
+            best_reward=None if self.position.best is None else self.position.best[1],
         )
         return Checkpoint(progress, state.weights, state.optimizer, torch.random.get_rng_state())
 
@@ -141,19 +179,23 @@ class Loop:
         done = self._trainer.step(groups)
         self._dropped += self._buffer.evict(t + 1, self._directives.current().staleness_budget)
         metrics = done.values | self._extra_metrics() | {"publish_copy_s": self._copy_s}
-        self._outbox.put(
-            StepReport(
-                step=t + 1,
-                t_train=done.t_train,
-                t_idle=self._idle_s,
-                reward=done.reward,
-                trained=[g.work_item for g in groups],
-                dropped=self._dropped,
-                lags=lag_histogram(groups, t),
-                metrics=metrics | {"skipped_versions": float(self._publisher.skipped)},
-            )
+        metrics |= supply_metrics(groups, self._spec.batch.prompts, self._dropped)
+        lags = lag_histogram(groups, t)
+        report = StepReport(
+            step=t + 1,
+            t_train=done.t_train,
+            t_idle=self._idle_s,
+            reward=done.reward,
+            trained=[g.work_item for g in groups],
+            dropped=self._dropped,
+            lags=lags,
+            metrics=metrics | {"skipped_versions": float(self._publisher.skipped)},
+            staleness=self._adaptive.after(done.values, lags, self._directives.current()),
         )
-        self._dropped, self._idle_s = [], 0.0
+        self._outbox.put(report)
+        self._journal.step(report)
+        self._dropped, self._idle_s, self._told = [], 0.0, 0
+        self._budget = self._directives.current().staleness_budget
         self._status.set("training", t + 1)
         self._save_if_due(t + 1)
 
@@ -163,7 +205,7 @@ class Loop:
         keep = publish if every is None else step % every == 0
         began = self._clock()
         if publish or keep:
-            state = self._trainer.state()
+            state = self._trainer.snapshot()
             checkpoint = self.checkpoint(state) if keep else None
             self._publisher.submit(Save(step if publish else None, state.weights, checkpoint))
         if publish:
@@ -177,32 +219,65 @@ class Loop:
     def _gather(self) -> list[Group]:
         """A whole batch; nothing when the control service wants something else, or the time is over."""
         t, prompts = self._trainer.steps, self._spec.batch.prompts
-        began = self._clock()
+        began, least = self._clock(), prompts
         while not self._buffer.wait(t, self._directives.current().staleness_budget, prompts, _POLL_S):
             self._status.set("waiting", t)
+            self._tell_drops(t)
             if self._publish_due(t):
                 # The publish period was shortened: without a younger version no admissible rollout could come.
                 self._save_if_due(t)
             self._check_supply(t)
             if self._directives.urgent.is_set() or self._out_of_time():
                 break
-        groups, dropped = self._buffer.take(t, self._directives.current().staleness_budget, prompts)
+            if self._late(began) and self._buffer.ready(t, self._directives.current().staleness_budget, 1):
+                least = 1
+                break
+        groups, dropped = self._buffer.take(
+            t,
+            self._directives.current().staleness_budget,
+            prompts,
+            least=least,
+            most=self._spec.learner.most_groups(prompts),
+        )
         self._dropped += dropped
         self._idle_s += self._clock() - began
         return groups
 
-    def _check_supply(self, t: int) -> None:
-        """Raise LearnerError when so many groups were refused that no batch can come any more.
+    def _late(self, began: float) -> bool:
+        """Whether the job wants to train now on what came."""
+        batch = self._spec.batch
+        if batch.on_late != "train" or batch.group_deadline_s is None:
+            return False
+        return self._clock() - began >= batch.group_deadline_s
 
-        Admission lets at most (S + v − t + 1) · prompts groups be ahead of the learner, v the newest version, and it
-        learns only from a step report that some are dead. Waiting for ever would burn the fleet's money.
+    def _tell_drops(self, t: int) -> None:
+        """Report what can't be trained on without waiting for a step: there is room for others at once."""
+        dropped = self._dropped + self._buffer.evict(t, self._directives.current().staleness_budget)
+        self._dropped = []
+        if dropped:
+            self._told += self._dead(dropped)
+            self._outbox.put(Drops(step=t, dropped=dropped))
+
+    def _dead(self, dropped: Sequence[DroppedGroup]) -> int:
+        """How many of these speak of a fault. That a lower S makes old groups stale is none."""
+        lowered = self._directives.current().staleness_budget < self._budget
+        return sum(d.reason == "invalid" or not lowered for d in dropped)
+
+    def _check_supply(self, t: int) -> None:
+        """Raise LearnerError when so many groups were refused that there is no use in waiting for others.
+
+        Admission lets at most (S + v − t + 1) · prompts groups be ahead of the learner, v the newest version, and makes
+        up for those that are dead. When more than that were since the last step, and hardly any can be trained on, it
+        only burns the fleet's money.
         """
-        dead = self._buffer.unreported + len(self._dropped)
+        dead = self._buffer.unreported + self._dead(self._dropped) + self._told
+        if len(self._buffer) * _HARDLY >= dead:
+            return
         margin = self._directives.current().staleness_budget + self.position.published - t
         if self._publisher.idle and 0 < margin * self._spec.batch.prompts < dead:
             reasons = ", ".join(f"{n:.0f} × {name}" for name, n in self._extra_metrics().items()) or "stale"
             raise LearnerError(
-                f"{dead} groups since step {t} can't be trained on ({reasons}), so that no more are handed out; "
+                f"{dead} groups since step {t} can't be trained on ({reasons}), and hardly any can; "
                 "do nodes and learner have the same model files and task package?"
             )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,13 +27,16 @@ WHOLE_STEP: frozenset[LossName] = frozenset({"m2po", "m2po_clip", "bapo"})
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """1-D tensors, one element a completion token. `lag` is t − x of the token, `sequence` numbers the answers; all
-    tokens of an answer are together."""
+    tokens of an answer are together. `reference` is log π of v0, given if `kl_beta` is above 0; `draw` a number in
+    [0, 1) for a loss that rejects at random."""
 
     logprobs: torch.Tensor
     behaviour: torch.Tensor
     advantages: torch.Tensor
     lag: torch.Tensor
     sequence: torch.Tensor
+    reference: torch.Tensor | None = None
+    draw: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,19 @@ class Surrogate:
 
 
 def surrogate(spec: LearnerSpec, tokens: Tokens, limits: Limits | None = None) -> Surrogate:
-    """The chosen loss. `limits` must be given for losses in WHOLE_STEP and is not looked at for others."""
-    return _LOSSES[spec.loss](spec, tokens, limits or Limits())
+    """The chosen loss, with its pull towards v0 if there is one. `limits` must be given for losses in WHOLE_STEP and is
+    not looked at for others."""
+    made = _LOSSES[spec.loss](spec, tokens, limits or Limits())
+    if tokens.reference is None or spec.kl_beta == 0:
+        return made
+    return replace(made, objective=made.objective - spec.kl_beta * reference_kl(tokens.logprobs, tokens.reference))
+
+
+def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """π_ref / π_θ − log(π_ref / π_θ) − 1 of each token: the estimator of KL(π_θ ‖ π_ref) in GRPO (DeepSeekMath, arXiv
+    2402.03300, eq. 4). Never negative; unbiased only for tokens sampled from π_θ, so not with lag."""
+    difference = weights.log_ratio(reference, logprobs)
+    return difference.exp() - difference - 1
 
 
 def whole_step(spec: LearnerSpec, log_ratios: torch.Tensor, advantages: torch.Tensor) -> Limits:
@@ -88,8 +102,23 @@ def clipped(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: flo
 
 
 def ppo_clip(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
-    """PPO's clip, with DAPO's asymmetric range and token-level mean (arXiv 2503.14476, eq. 8)."""
-    return clipped(_ratio(tokens), tokens.advantages, 1 - spec.clip_low, 1 + spec.clip_high)
+    """PPO's clip, with DAPO's asymmetric range and token-level mean (arXiv 2503.14476, eq. 8).
+
+    With `replay_ratio`: sg[min(w̄, π_old / π_v)]·min(ρ·Â, clip(ρ)·Â), ρ = π_θ / π_old (ECHO-2, arXiv 2602.02192, Eq. 24
+    in words: an outer truncated ratio for replay). Its printed form was not available: that the ratio is that of whole
+    answers ("sequence") or of tokens ("token"), and w̄, are inferred. The ratio against the sampler is then in the
+    weight and nowhere else, else it would be counted twice; with one update a batch ρ is 1 and the clip never acts.
+    """
+    low, high = 1 - spec.clip_low, 1 + spec.clip_high
+    if spec.replay_ratio == "off":
+        return clipped(_ratio(tokens), tokens.advantages, low, high)
+    log_ratio = weights.log_ratio(tokens.logprobs, tokens.behaviour).detach()
+    if spec.replay_ratio == "sequence":
+        log_ratio = weights.answer_log_ratio(tokens.logprobs, tokens.behaviour, tokens.sequence).detach()
+    ratio = log_ratio.exp()
+    beyond = ratio > spec.replay_cap
+    objective = ratio.clamp(max=spec.replay_cap) * clipped(_inner(tokens), tokens.advantages, low, high).objective
+    return Surrogate(objective, beyond, torch.zeros_like(beyond))
 
 
 def dppo(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
@@ -169,6 +198,25 @@ def cispo(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
     return Surrogate(objective, high, torch.zeros_like(high))
 
 
+def obrs(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
+    """Experimental. Optimal budgeted rejection: keep a sampled token with probability a = min(1, r / λ), and give those
+    kept the weight sg[min(max(λ, r), cap)] (after Jackpot, Infini-AI-Lab/jackpot, eq. 3 and alg. 1).
+
+    Right here: the rule of acceptance and, but for the cap, a·max(λ, r) = r, so that the gradient is that of full
+    importance sampling on the average. Left out: the normaliser Z_t = E[a], which differs from token to token and needs
+    the sampler's top log-probs, that nodes don't record; and the target is π_θ alone. The paper's λ and caps are not
+    known to us.
+    """
+    if tokens.draw is None:
+        raise ValueError("obrs needs a draw for each token")
+    ratio = _ratio(tokens).detach()
+    rejected = tokens.draw >= ratio / spec.obrs_lambda
+    weight = ratio.clamp(min=spec.obrs_lambda).clamp(max=spec.obrs_cap)
+    return Surrogate(
+        ~rejected * weight * tokens.advantages * _inner(tokens), ~rejected & (ratio > spec.obrs_cap), rejected
+    )
+
+
 def gspo(spec: LearnerSpec, tokens: Tokens, _: Limits) -> Surrogate:
     """PPO's clip of the ratio of whole answers, s = exp(mean of log r over the answer) (GSPO, arXiv 2507.18071).
 
@@ -199,4 +247,5 @@ _LOSSES: Mapping[LossName, Callable[[LearnerSpec, Tokens, Limits], Surrogate]] =
     "bapo": bapo,
     "cispo": cispo,
     "gspo": gspo,
+    "obrs": obrs,
 }

@@ -19,13 +19,15 @@ from app.learner.weights import effective_sample_size
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Loss, and of each token that was trained on: log r, version lag, held back for moving too far up or down."""
+    """Loss, and of each token that was trained on: log r, version lag, held back for moving too far up or down.
+    `reference_kl` is summed over them, None if there is no reference."""
 
     loss: float
     log_ratio: torch.Tensor
     lag: torch.Tensor
     high: torch.Tensor
     low: torch.Tensor
+    reference_kl: float | None = None
 
 
 def joined(parts: Sequence[Seen]) -> Seen:
@@ -39,6 +41,7 @@ def joined(parts: Sequence[Seen]) -> Seen:
         torch.cat([p.lag for p in parts]),
         torch.cat([p.high for p in parts]),
         torch.cat([p.low for p in parts]),
+        sum(known) if (known := [p.reference_kl for p in parts if p.reference_kl is not None]) else None,
     )
 
 
@@ -49,17 +52,21 @@ def step_metrics(groups: Sequence[Group], seen: Seen, tokens: int) -> dict[str, 
     """
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = [len(r.completion_ids) for r in rollouts]
-    return {
-        "reward": statistics.fmean(r.reward for r in rollouts),
-        "loss": seen.loss,
-        "entropy": -sum(sum(r.logprobs) for r in rollouts) / tokens,
-        "zero_variance_share": sum(len({r.reward for r in g.rollouts}) == 1 for g in groups) / len(groups),
-        "truncated_share": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
-        "completion_tokens_mean": statistics.fmean(lengths),
-        "completion_tokens_max": float(max(lengths)),
-        "tokens": float(tokens),
-        "active_tokens": float(len(seen.log_ratio)),
-    } | ratio_metrics(seen)
+    return (
+        {
+            "reward": statistics.fmean(r.reward for r in rollouts),
+            "loss": seen.loss,
+            "entropy": -sum(sum(r.logprobs) for r in rollouts) / tokens,
+            "zero_variance_share": sum(len({r.reward for r in g.rollouts}) == 1 for g in groups) / len(groups),
+            "truncated_share": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+            "completion_tokens_mean": statistics.fmean(lengths),
+            "completion_tokens_max": float(max(lengths)),
+            "tokens": float(tokens),
+            "active_tokens": float(len(seen.log_ratio)),
+        }
+        | ratio_metrics(seen)
+        | _reference(seen)
+    )
 
 
 def ratio_metrics(seen: Seen) -> dict[str, float]:
@@ -89,5 +96,35 @@ def ratio_metrics(seen: Seen) -> dict[str, float]:
     } | {f"mismatch_kl_lag_{k}": v for k, v in zip(lags.tolist(), by_lag.tolist(), strict=True)}
 
 
+def node_metrics(log_ratio: torch.Tensor, owners: Sequence[tuple[str, int]]) -> dict[str, float]:
+    """`mismatch_kl_node_{id}`, as `mismatch_kl` but over the tokens of one node; of the nodes with the largest.
+
+    `owners`: node and number of tokens of one answer after the other. An engine that computes other log-probs than the
+    learner, or a node that lies, shows here. Unknown nodes are left out.
+    """
+    kl = log_ratio.double().exp() - 1 - log_ratio.double()
+    found: dict[str, tuple[float, int]] = {}
+    sums = kl.split([tokens for _, tokens in owners]) if owners else ()
+    for (node, tokens), part in zip(owners, sums, strict=True):
+        if node:
+            total, count = found.get(node, (0.0, 0))
+            found[node] = (total + float(part.sum()), count + tokens)
+    means = {node: total / count for node, (total, count) in found.items()}
+    worst = sorted(means, key=lambda node: (-means[node], node))[:_NODES]
+    return {f"mismatch_kl_node_{node}": means[node] for node in sorted(worst)}
+
+
+def advantage_metrics(advantages: Sequence[Sequence[float]]) -> dict[str, float]:
+    """How far the advantages of the step's rollouts spread: 0 when no group has a signal."""
+    values = [a for group in advantages for a in group]
+    return {"advantage_std": statistics.pstdev(values), "advantage_max": max(map(abs, values))}
+
+
+def _reference(seen: Seen) -> dict[str, float]:
+    return {} if seen.reference_kl is None else {"reference_kl": seen.reference_kl / max(1, len(seen.log_ratio))}
+
+
+_NODES = 32
+"""Nodes that a step names: a job can have thousands."""
 _SHARES = ("clip_share", "clip_share_high", "clip_share_low")
 _ONES = ("ratio_mean", "ratio_p99", "ess")

@@ -1,11 +1,13 @@
 """Cutting a step into forward/backward passes that fit.
 
-Invariant: every row is in exactly one micro-batch, and a micro-batch of more than one row has at most `limit` padded
-tokens.
+Invariant: every row is in exactly one micro-batch of exactly one rank, and a micro-batch of more than one row has at
+most `limit` tokens, padding included; who gets what is a function of the lengths alone. All ranks make the same number
+of passes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,20 +35,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Right-padded rows and, one element a completion token, where its logits are and what belongs to it.
+    """Rows and, one element a completion token, where its logits are and what belongs to it.
 
-    `ids` [rows, width]; `row` and `position` index the logits that predict the token; `token`, `behaviour`,
-    `advantage`, `lag` are 1-D. `first` is the smallest position.
+    `ids` [rows, width], padded on the right, or [1, tokens] with one answer after the other; then `places` [1, tokens]
+    is the place of each token in its answer. `row` and `position` index the logits that predict the token, `sequence`
+    numbers the answers; `token`, `behaviour`, `advantage`, `lag` are 1-D. `first` is the smallest position.
     """
 
     ids: torch.Tensor
     row: torch.Tensor
     position: torch.Tensor
+    sequence: torch.Tensor
     token: torch.Tensor
     behaviour: torch.Tensor
     advantage: torch.Tensor
     lag: torch.Tensor
     first: int
+    places: torch.Tensor | None = None
 
 
 def token_lags(rollout: Rollout, t: int) -> list[int]:
@@ -56,9 +61,14 @@ def token_lags(rollout: Rollout, t: int) -> list[int]:
     return [t - version for version, start, end in spans for _ in range(start, end)]
 
 
-def split(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Row numbers by micro-batch: longest first, as many as fit in `limit` padded tokens, at least one."""
+def split(lengths: Sequence[int], limit: int, *, packed: bool = False) -> list[list[int]]:
+    """Row numbers by micro-batch: longest first, as many as fit in `limit` tokens (padded, unless `packed`), at least
+    one."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    return _fill(order, lengths, limit) if packed else _pad(order, lengths, limit)
+
+
+def _pad(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
     batches: list[list[int]] = []
     width = 0
     for i in order:
@@ -70,20 +80,59 @@ def split(lengths: Sequence[int], limit: int) -> list[list[int]]:
     return batches
 
 
-def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
+def _fill(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """First fit: each row goes into the first micro-batch that has room."""
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        place = next((n for n, left in enumerate(room) if lengths[i] <= left), None)
+        if place is None:
+            batches.append([i])
+            room.append(limit - lengths[i])
+        else:
+            batches[place].append(i)
+            room[place] -= lengths[i]
+    return batches
+
+
+def share(lengths: Sequence[int], ranks: int, limit: int, *, packed: bool = False) -> list[list[list[int]]]:
+    """Row numbers by rank and micro-batch. All ranks get as many micro-batches; an empty one is a pass for nothing.
+
+    Longest first, each row to the rank that has the fewest tokens by then.
+    """
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if ranks > 1 else range(len(lengths)):
+        rank = tokens.index(min(tokens))
+        dealt[rank].append(i)
+        tokens[rank] += lengths[i]
+    plans = [
+        [[rows[i] for i in batch] for batch in split([lengths[i] for i in rows], limit, packed=packed)]
+        for rows in dealt
+    ]
+    passes = max(len(plan) for plan in plans)
+    return [plan + [[] for _ in range(passes - len(plan))] for plan in plans]
+
+
+def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) -> MicroBatch:
     """Tensors of one micro-batch. Causal attention makes a mask for padding on the right unnecessary."""
-    width = max(r.length for r in rows)
-    ids = torch.zeros((len(rows), width), dtype=torch.long)
+    starts = [0, *itertools.accumulate(r.length for r in rows)] if packed else [0] * len(rows)
+    ids = torch.zeros((1, starts[-1]) if packed else (len(rows), max(r.length for r in rows)), dtype=torch.long)
+    places = torch.zeros_like(ids)
     where: list[int] = []
+    sequences: list[int] = []
     positions: list[int] = []
     tokens: list[int] = []
     behaviour: list[float] = []
     advantages: list[float] = []
     lags: list[int] = []
     for number, row in enumerate(rows):
-        ids[number, : row.length] = torch.tensor([*row.prompt_ids, *row.completion_ids])
-        size, start = len(row.completion_ids), len(row.prompt_ids) - 1
-        where += [number] * size
+        line, begin = (0, starts[number]) if packed else (number, 0)
+        ids[line, begin : begin + row.length] = torch.tensor([*row.prompt_ids, *row.completion_ids])
+        places[line, begin : begin + row.length] = torch.arange(row.length)
+        size, start = len(row.completion_ids), begin + len(row.prompt_ids) - 1
+        where += [line] * size
+        sequences += [number] * size
         positions += range(start, start + size)
         tokens += row.completion_ids
         behaviour += row.logprobs
@@ -93,17 +142,29 @@ def collate(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         ids=ids.to(device),
         row=torch.tensor(where, device=device),
         position=torch.tensor(positions, device=device),
+        sequence=torch.tensor(sequences, device=device),
         token=torch.tensor(tokens, device=device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantage=torch.tensor(advantages, dtype=torch.float32, device=device),
         lag=torch.tensor(lags, device=device),
         first=min(len(r.prompt_ids) for r in rows) - 1,
+        places=places.to(device) if packed else None,
     )
 
 
 def completion_logprobs(model: object, batch: MicroBatch, temperature: float) -> torch.Tensor:
-    """log π of each completion token under the distribution that nodes sample from: softmax(logits / temperature)."""
-    keep = batch.ids.shape[1] - batch.first
-    logits = model(input_ids=batch.ids, use_cache=False, logits_to_keep=keep).logits  # type: ignore[operator]
-    chosen = logits[batch.row, batch.position - batch.first].float()
+    """log π of each completion token under the distribution that nodes sample from: softmax(logits / temperature).
+
+    A packed row goes to the model without a mask: from places that begin anew it knows where an answer begins, and
+    makes the mask, or the sequence lengths, that its kind of attention needs.
+    """
+    if batch.places is None:
+        keep = batch.ids.shape[1] - batch.first
+        logits = model(input_ids=batch.ids, use_cache=False, logits_to_keep=keep).logits  # type: ignore[operator]
+        chosen = logits[batch.row, batch.position - batch.first].float()
+    else:
+        answer = model(  # type: ignore[operator]
+            input_ids=batch.ids, position_ids=batch.places, use_cache=False, logits_to_keep=batch.position
+        )
+        chosen = answer.logits[0].float()
     return torch.log_softmax(chosen / temperature, dim=-1).gather(1, batch.token[:, None])[:, 0]

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from app.learner.files import hash_file
+from app.learner.lora import adapter_weights
 from app.learner.tiny import TINY, tiny_model
 from app.protocol.errors import BadInput, LearnerError
 from app.protocol.learner import AssetInfo
@@ -31,10 +33,12 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     folder: Path
+    adapter: bytes | None = None
+    """Configuration of the adapter that is trained, as PEFT's file; None if the model itself is trained."""
 
     @property
     def parameters(self) -> int:
-        """Number of trained parameters, tied ones counted once."""
+        """Number of parameters, tied ones counted once."""
         return sum(p.numel() for p in self.model.parameters())
 
 
@@ -100,37 +104,50 @@ def default_device() -> torch.device:
 def unique_weights(model: Any) -> dict[str, torch.Tensor]:
     """The state dict in layer order, tied tensors under their first name only; the tensors are the model's own."""
     kept: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tuple(tensor.shape))
+    seen: set[object] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # Shards have no address in common on all ranks; they are tied if they are one object.
+        key = id(tensor) if isinstance(tensor, DTensor) else (tensor.data_ptr(), tuple(tensor.shape))
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
-        kept[name] = tensor
+        kept[name] = tensor.detach()
     return kept
 
 
-@torch.no_grad()
-def restore_weights(model: Any, saved: Mapping[str, torch.Tensor]) -> None:
-    """Copy saved weights (as `unique_weights` names them) into the model. Raises LearnerError if they don't fit."""
-    own = unique_weights(model)
+def trained_weights(model: Any) -> dict[str, torch.Tensor]:
+    """What training changes, and so what is published and in checkpoints: the adapter's tensors under their names in
+    PEFT's files if there is an adapter, else `unique_weights`. The tensors are the model's own."""
+    return adapter_weights(model) or unique_weights(model)
+
+
+def check_weights(model: Any, saved: Mapping[str, torch.Tensor]) -> None:
+    """Raise LearnerError unless saved weights (as `trained_weights` names them) fit the model."""
+    own = trained_weights(model)
     if own.keys() != saved.keys():
         odd = sorted(own.keys() ^ saved.keys())[:3]
         raise LearnerError(f"the checkpoint is of another model: tensors {', '.join(odd)} don't match")
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
             raise LearnerError(f"the checkpoint is of another model: {name} is {tuple(saved[name].shape)}")
-        tensor.copy_(saved[name])
 
 
-def assets(folder: Path) -> list[AssetInfo]:
+def assets(folder: Path) -> list[Path]:
     """The small files that a node needs beside the weights: config, tokenizer, chat template."""
-    found = []
-    for path in sorted(folder.iterdir()):
-        small = path.is_file() and path.suffix in _ASSET_SUFFIXES and path.stat().st_size <= MAX_ASSET_BYTES
-        if small and not path.name.startswith(".") and not path.name.endswith(".index.json"):
-            found.append(AssetInfo(path=path.name, size=path.stat().st_size, blake3=hash_file(path)))
-    return found
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.suffix in _ASSET_SUFFIXES
+        and path.stat().st_size <= MAX_ASSET_BYTES
+        and not path.name.startswith(".")
+        and not path.name.endswith(".index.json")
+    ]
+
+
+def asset(path: Path) -> AssetInfo:
+    """A file as it is announced."""
+    return AssetInfo(path=path.name, size=path.stat().st_size, blake3=hash_file(path))
 
 
 def check_lengths(model: Any, longest_prompt: int, max_tokens: int) -> None:

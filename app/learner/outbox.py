@@ -12,10 +12,10 @@ from collections import deque
 
 from app.learner.client import Control
 from app.protocol.errors import EchoError, LearnerError
-from app.protocol.learner import EvalReport, LearnerDirectives, Published, StepReport
+from app.protocol.learner import Drops, EvalReport, LearnerDirectives, Published, StepReport
 
 log = logging.getLogger(__name__)
-Message = StepReport | EvalReport | Published
+Message = StepReport | EvalReport | Published | Drops
 
 
 class Directives:
@@ -119,3 +119,5 @@ class Outbox:
                 return self._control.evaluation(message)
             case Published():
                 return self._control.published(message)
+            case Drops():
+                return self._control.drops(message)

@@ -1,20 +1,28 @@
 """What has to be right before anything is rented: model, task, and that they go together.
 
-Invariant: a job for which `prepare` returns can be trained; every reason why not is a BadInput or a LearnerError.
+Invariant: a job for which `prepare` returns can be trained; every reason why not is a BadInput or a LearnerError, and
+all ranks come to know of it.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from app.learner.checkpoints import MARKER
 from app.learner.config import LearnerSettings
 from app.learner.evaluate import Evaluator
-from app.learner.model import LoadedModel, assets, check_lengths, load, resolve
+from app.learner.lora import CONFIG, add_adapter, merged, save_adapter
+from app.learner.model import LoadedModel, asset, assets, check_lengths, load, resolve
+from app.learner.packing import check_packing
+from app.learner.parallel.ranks import ALONE, Ranks
+from app.learner.parallel.shards import needs_shards
 from app.learner.trainer import GRPOTrainer
-from app.protocol.errors import BadInput
+from app.protocol.errors import BadInput, EchoError, LearnerError
+from app.protocol.job import JobSpec
 from app.protocol.learner import AssetInfo, StartAnswer
 from app.storage.objects import ObjectStore
 from app.tasks.base import Task
@@ -34,37 +42,90 @@ class Parts:
     evaluator: Evaluator
     assets: list[AssetInfo]
     t_train_prior: float
+    files: list[Path]
+    """The files that `assets` describes."""
 
 
-def prepare(answer: StartAnswer, settings: LearnerSettings) -> Parts:
-    """Load model and task, check that they go together, and measure a step. Raises BadInput, LearnerError."""
+def prepare(answer: StartAnswer, settings: LearnerSettings, ranks: Ranks = ALONE) -> Parts:
+    """Load model and task, check that they go together, and measure a step. Raises BadInput, LearnerError.
+
+    Rank 0 looks first; the others load only what has passed.
+    """
     spec = answer.spec
     task = load_task(spec.task, spec.seed)
     if task.train_size < 1 or task.heldout_size < 1:
         raise BadInput(
             f"{task.name} has {task.train_size} training and {task.heldout_size} held-out prompts; raise size"
         )
-    loaded = load(resolve(spec.model, settings.cache))
+    loaded = load_for(resolve(spec.model, settings.cache), spec, ranks)
     prompts = [encode_prompt(loaded.tokenizer, task.train(i)) for i in range(min(_REHEARSAL_PROMPTS, task.train_size))]
     check_lengths(loaded.model, max(len(p) for p in prompts), spec.sampling.max_tokens)
-    trainer = GRPOTrainer(loaded.model, spec)
+    ranks.announce("load", spec.model_dump_json().encode())
+    agree(ranks, None)
+    trainer, evaluator = assemble(loaded, task, spec, ranks)
     prior = trainer.rehearse(spec.rollouts_per_step, prompts, spec.sampling.max_tokens)
-    evaluator = Evaluator(loaded.model, loaded.tokenizer, task, spec)
-    return Parts(loaded, task, trainer, evaluator, assets(loaded.folder), prior)
+    files = asset_files(loaded, settings.work_dir)
+    return Parts(loaded, task, trainer, evaluator, [asset(p) for p in files], prior, files)
 
 
-def put_assets(objects: ObjectStore, job_id: str, folder: Path, found: list[AssetInfo]) -> None:
-    """Put config and tokenizer under `jobs/{job}/model/`."""
-    for asset in found:
-        objects.put_file(f"jobs/{job_id}/model/{asset.path}", folder / asset.path)
+def load_for(folder: Path, spec: JobSpec, ranks: Ranks) -> LoadedModel:
+    """The model as this job trains it, with its adapter if it has one. In host memory if it will be cut into shards."""
+    loaded = load(folder, device=torch.device("cpu") if needs_shards(spec.learner, ranks) else None)
+    if spec.learner.lora is None:
+        return loaded
+    return replace(loaded, adapter=add_adapter(loaded.model, spec.learner.lora, name=spec.model, seed=spec.seed))
 
 
-def put_final(objects: ObjectStore, prefix: str, loaded: LoadedModel, folder: Path) -> None:
-    """Save the trained model as a folder that `from_pretrained` opens and put its files under `prefix`."""
+def assemble(loaded: LoadedModel, task: Task, spec: JobSpec, ranks: Ranks) -> tuple[GRPOTrainer, Evaluator]:
+    """Trainer and evaluator of one rank. Collective. Raises BadInput for a model that can't be trained as asked."""
+    trainer = GRPOTrainer(loaded.model, spec, ranks=ranks)
+    if spec.learner.packing:
+        check_packing(loaded.model, close=1e-3 if spec.learner.precision == "float32" else 0.25)
+    return trainer, Evaluator(loaded.model, loaded.tokenizer, task, spec, ranks)
+
+
+def agree(ranks: Ranks, failure: EchoError | None) -> None:
+    """Tell the others whether this rank could load everything. Collective; raises LearnerError if one could not."""
+    failed = ranks.total([float(failure is not None)])[0]
+    if failed:
+        raise LearnerError(f"{failed:.0f} of {ranks.size} ranks can't load the model or the task; their logs say why")
+
+
+def asset_files(loaded: LoadedModel, work_dir: Path) -> list[Path]:
+    """What a node needs beside what is published: config and tokenizer, and with an adapter the model under it."""
+    files = assets(loaded.folder)
+    if loaded.adapter is None:
+        return files
+    config = work_dir / CONFIG
+    config.write_bytes(loaded.adapter)
+    return [*files, *sorted(loaded.folder.glob("*.safetensors")), config]
+
+
+def put_assets(objects: ObjectStore, job_id: str, files: list[Path]) -> None:
+    """Put files under `jobs/{job}/model/`."""
+    for path in files:
+        objects.put_file(f"jobs/{job_id}/model/{path.name}", path)
+
+
+def put_final(objects: ObjectStore, prefix: str, parts: Parts, spec: JobSpec, folder: Path) -> None:
+    """Save what was trained as a folder that `from_pretrained` (with an adapter: of PEFT) opens, under `prefix`.
+
+    With `final_merged` the model with the adapter worked into it comes under `{prefix}merged/`, too.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    loaded.model.save_pretrained(folder)
+    loaded, weights = parts.loaded, parts.trainer.state().weights
+    if loaded.adapter is None:
+        loaded.model.save_pretrained(folder, state_dict=dict(weights))
+    else:
+        save_adapter(folder, loaded.adapter, weights)
     loaded.tokenizer.save_pretrained(folder)
     put_folder(objects, prefix, folder)
+    if spec.learner.final_merged:
+        whole = folder.with_name("merged")
+        shutil.rmtree(whole, ignore_errors=True)
+        merged(load(loaded.folder, device=torch.device("cpu")).model, folder).save_pretrained(whole)
+        loaded.tokenizer.save_pretrained(whole)
+        put_folder(objects, prefix + "merged/", whole)
 
 
 def put_folder(objects: ObjectStore, prefix: str, folder: Path) -> None:

@@ -15,22 +15,29 @@ import sys
 import torch
 
 from app.learner.buffer import ReplayBuffer
-from app.learner.checkpoints import expected, save
+from app.learner.cache import FileCache
+from app.learner.checkpoints import expected, save, steps_on_disk
 from app.learner.client import Control, ControlClient, Fenced
 from app.learner.config import LearnerSettings, load_settings
 from app.learner.files import exclusive
 from app.learner.heart import Heart, Status
 from app.learner.inbox import GroupReader, Inbox, counted
+from app.learner.journal import NAME, Journal, open_board
+from app.learner.keeper import Keeper, fetch_newer, take_best
 from app.learner.loop import Ending, Loop, Position
-from app.learner.model import unique_weights
+from app.learner.model import trained_weights
 from app.learner.outbox import Directives, Outbox
-from app.learner.prepare import Parts, prepare, put_assets, put_final, put_folder
+from app.learner.parallel.follow import follow
+from app.learner.parallel.launch import launch
+from app.learner.parallel.ranks import ALONE, Group, Ranks
+from app.learner.prepare import Parts, prepare, put_assets, put_final
 from app.learner.publisher import Publisher, Save
 from app.learner.sink import RelaySink
 from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import BadInput, EchoError, Unavailable
 from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer, StartRequest
-from app.storage.stores import open_store
+from app.storage.objects import ObjectStore
+from app.storage.stores import open_store, parse_folder_url
 from app.tasks.prompts import encode_prompt
 
 log = logging.getLogger(__name__)
@@ -39,9 +46,10 @@ _FLUSH_S = 660.0
 """Longer than the client's patience, so that its error comes first."""
 
 
-def run(settings: LearnerSettings) -> int:
-    """The exit code: 0 when the job ended as wanted; 1 when it failed, another learner took over, or control service or
-    object store stayed away. In the last case the job has not failed: started again, the learner goes on.
+def run(settings: LearnerSettings, ranks: Ranks = ALONE) -> int:
+    """Rank 0's work. The exit code: 0 when the job ended as wanted; 1 when it failed, another learner took over, or
+    control service or object store stayed away. In the last case the job has not failed: started again, the learner
+    goes on.
     """
     torch.set_num_threads(settings.learner_threads)
     settings.work_dir.mkdir(parents=True, exist_ok=True)
@@ -50,7 +58,7 @@ def run(settings: LearnerSettings) -> int:
         # First the epoch, which ends a predecessor that still lives, then its folder.
         answer = control.start(StartRequest(pid=os.getpid(), host=socket.gethostname()))
         with exclusive(settings.work_dir / ".lock", timeout_s=_LOCK_TIMEOUT_S):
-            session = Session(settings, control, answer)
+            session = Session(settings, control, answer, ranks)
             try:
                 session.run()
             except (Fenced, Unavailable):
@@ -68,18 +76,22 @@ def run(settings: LearnerSettings) -> int:
         return 1
     finally:
         control.close()
+        dismiss(ranks)
     return 0
 
 
 class Session:
     """One process's work on one job, after `start`."""
 
-    def __init__(self, settings: LearnerSettings, control: Control, answer: StartAnswer) -> None:
+    def __init__(
+        self, settings: LearnerSettings, control: Control, answer: StartAnswer, ranks: Ranks = ALONE
+    ) -> None:
         spec = answer.spec
+        self._ranks = ranks
         self._settings = settings
         self._control = control
         self._answer = answer
-        self._objects = open_store(settings.objects_url, endpoint_url=settings.s3_endpoint_url)
+        self._objects = open_objects(settings, answer)
         self._directives = Directives(
             LearnerDirectives(command="run", staleness_budget=spec.staleness_budget, publish_period=spec.kappa)
         )
@@ -91,34 +103,46 @@ class Session:
         self._inbox: Inbox | None = None
         self._heart = Heart(control, self._status, self._directives, self._bytes_served)
         self._checkpoints = settings.work_dir / "checkpoints"
+        self._prefix = f"jobs/{answer.job_id}/checkpoints/"
+        self._journal: Journal | None = None
+        self._keeper = Keeper(
+            self._objects,
+            self._prefix,
+            self._checkpoints,
+            every=spec.learner.checkpoint_upload_every,
+            keep=spec.learner.checkpoint_keep,
+            also=self._put_journal,
+        )
         self.step = answer.last_step
 
     def run(self) -> None:
         """Train until the end and say so. Raises EchoError."""
         self._heart.start()
         self._outbox.start()
-        parts = prepare(self._answer, self._settings)
+        parts = prepare(self._answer, self._settings, self._ranks)
+        torch.manual_seed(self._answer.spec.seed)
         position = self._resume(parts.trainer)
         self.step = parts.trainer.steps
+        self._open_journal()
         self._status.set("loading", self.step)
-        put_assets(self._objects, self._answer.job_id, parts.loaded.folder, parts.assets)
+        put_assets(self._objects, self._answer.job_id, parts.files)
         sink, publisher = self._open(parts)
         loop = self._loop(parts, publisher, position)
         size = self._publish_current(parts, sink, publisher, position, loop)
-        self._directives.update(
-            self._control.ready(
-                Ready(
-                    resume_step=parts.trainer.steps,
-                    parameters=parts.loaded.parameters,
-                    snapshot_bytes=size,
-                    train_prompts=parts.task.train_size,
-                    eval_prompts=parts.evaluator.prompts,
-                    t_train_prior=parts.t_train_prior,
-                    manifest_public_key=sink.public_key,
-                    assets=parts.assets,
-                )
+        answer = self._control.ready(
+            Ready(
+                resume_step=parts.trainer.steps,
+                parameters=parts.loaded.parameters,
+                snapshot_bytes=size,
+                train_prompts=parts.task.train_size,
+                eval_prompts=parts.evaluator.prompts,
+                t_train_prior=parts.t_train_prior,
+                manifest_public_key=sink.public_key,
+                assets=parts.assets,
             )
         )
+        self._directives.update(answer)
+        self._buffer.plan({step.step: step.work_items for step in answer.replay})
         self._follow(parts)
         try:
             ending = loop.run()
@@ -134,7 +158,10 @@ class Session:
             self._inbox.stop()
         if self._publisher is not None:
             self._publisher.stop()
+        self._keeper.stop()
         self._outbox.stop()
+        if self._journal is not None:
+            self._journal.close()
         if self._sink is not None:
             self._sink.stop()
 
@@ -144,6 +171,7 @@ class Session:
     def _resume(self, trainer: GRPOTrainer) -> Position:
         """Go on from the newest checkpoint, and hand in the reports that were under way when it was written."""
         answer = self._answer
+        self._fetch_checkpoint()
         found = expected(
             self._checkpoints,
             job_id=answer.job_id,
@@ -163,7 +191,31 @@ class Session:
             self._outbox.put(evaluation)
         # Only then does the index leave out what these steps consumed.
         self._outbox.flush(_FLUSH_S)
-        return Position(evaluated=progress.evaluated, active_s=progress.active_s, last_publish=progress.step)
+        best = None
+        if progress.best_step is not None and progress.best_reward is not None:
+            best = (progress.best_step, progress.best_reward)
+        return Position(
+            evaluated=progress.evaluated, active_s=progress.active_s, last_publish=progress.step, best=best
+        )
+
+    def _fetch_checkpoint(self) -> None:
+        """From the object store, if this machine has none or only older ones: it may not be the one of before."""
+        try:
+            fetch_newer(self._objects, self._prefix, self._checkpoints)
+        except Unavailable as error:
+            if not steps_on_disk(self._checkpoints):
+                raise
+            log.warning("whether the object store has a newer checkpoint is not known: %s", error.detail)
+
+    def _open_journal(self) -> None:
+        folder = self._settings.work_dir
+        wanted = self._answer.spec.learner.tensorboard
+        board = open_board(folder / "tensorboard", purge_step=self.step + 1) if wanted else None
+        self._journal = Journal(folder, resume_step=self.step, board=board)
+
+    def _put_journal(self) -> None:
+        if self._journal is not None and self._journal.path.exists():
+            self._objects.put_file(f"jobs/{self._answer.job_id}/{NAME}", self._journal.path)
 
     def _open(self, parts: Parts) -> tuple[RelaySink, Publisher]:
         sink = RelaySink(
@@ -171,13 +223,25 @@ class Session:
             job_id=self._answer.job_id,
             relay_token=self._answer.relay_token,
             host=self._settings.learner_relay_host,
+            port=self._settings.learner_relay_port,
+            announce=self._settings.learner_relay_announce,
             uplink_bytes_per_s=self._settings.learner_uplink_bytes_per_s,
             objects=self._objects,
             assets=parts.assets,
+            snapshots=self._answer.spec.snapshot,
         )
         sink.start()
         self._sink = sink
-        self._publisher = Publisher(sink, self._checkpoints, self._outbox, self._directives)
+        keep = self._answer.spec.learner.checkpoint_keep
+        self._publisher = Publisher(
+            sink,
+            self._checkpoints,
+            self._outbox,
+            self._directives,
+            save_checkpoint=lambda root, checkpoint: save(root, checkpoint, keep=keep),
+            saved=self._keeper.saved,
+        )
+        self._keeper.start()
         self._publisher.start()
         return sink, self._publisher
 
@@ -200,7 +264,7 @@ class Session:
             self._outbox.flush(_FLUSH_S)
         else:
             log.warning("v%d is published but not on this machine; nodes pull it from the object store", version)
-        return 2 * sum(t.numel() for t in unique_weights(parts.loaded.model).values())
+        return 2 * sum(t.numel() for t in trained_weights(parts.loaded.model).values())
 
     def _loop(self, parts: Parts, publisher: Publisher, position: Position) -> Loop:
         return Loop(
@@ -216,6 +280,7 @@ class Session:
             status=self._status,
             position=position,
             extra_metrics=lambda: counted(self._inbox.invalid) if self._inbox else {},
+            journal=self._journal,
         )
 
     def _follow(self, parts: Parts) -> None:
@@ -228,23 +293,28 @@ class Session:
             group_size=spec.batch.group_size,
             max_tokens=spec.sampling.max_tokens,
             vocabulary=parts.loaded.model.get_input_embeddings().num_embeddings,
+            cache=FileCache(self._settings.work_dir / "trajectories", self._settings.learner_cache_bytes),
         )
         self._inbox = Inbox(self._control, reader, self._buffer, self._directives)
         self._inbox.start()
 
     def _finish(self, parts: Parts, publisher: Publisher, loop: Loop, ending: Ending) -> None:
         """Final evaluation, checkpoint, the model as a Hugging Face folder in the store, the last word."""
+        spec = self._answer.spec.learner
         self._status.set("finishing", parts.trainer.steps)
         loop.evaluate(final=True)
         self._status.set("finishing", parts.trainer.steps)
         publisher.flush(_FLUSH_S)
-        saved = save(self._checkpoints, loop.checkpoint())
-        put_folder(self._objects, f"jobs/{self._answer.job_id}/checkpoints/{parts.trainer.steps}/", saved)
+        self._keeper.stop(_FLUSH_S)
+        step = parts.trainer.steps
+        self._keeper.put(step, save(self._checkpoints, loop.checkpoint(), keep=spec.checkpoint_keep))
+        self._put_journal()
+        said = take_best(parts.trainer, self._checkpoints, loop.position.best) if spec.final == "best" else ""
         prefix = f"jobs/{self._answer.job_id}/final/"
-        put_final(self._objects, prefix, parts.loaded, self._settings.work_dir / "final")
+        put_final(self._objects, prefix, parts, self._answer.spec, self._settings.work_dir / "final")
         self._outbox.flush(_FLUSH_S)
         status = "succeeded" if ending.kind == "succeeded" else "finished"
-        self._control.done(Done(status=status, reason=ending.reason, step=parts.trainer.steps, final_prefix=prefix))
+        self._control.done(Done(status=status, reason=ending.reason + said, step=step, final_prefix=prefix))
 
 
 def failure(error: Exception) -> str:
@@ -256,16 +326,44 @@ def failure(error: Exception) -> str:
     return f"the learner's disk: {error}"[:2000]
 
 
-def main(job_id: str | None = None) -> int:
-    """Entry of `python -m app.learner` and `echo2 learner`; the exit code."""
+def open_objects(settings: LearnerSettings, answer: StartAnswer) -> ObjectStore:
+    """The object store of the settings, else the one that the control service names, else a folder of our own.
+
+    Raises BadInput for a folder that is on another machine: nothing that is put there would ever be found.
+    """
+    url, endpoint = settings.object_store_url, settings.s3_endpoint_url
+    if not url and answer.object_store_url:
+        url, endpoint = answer.object_store_url, endpoint or answer.s3_endpoint_url
+        if url.startswith("file:") and not parse_folder_url(url).is_dir():
+            raise BadInput(
+                f"the control service keeps its objects in the folder {url}, which is not on this machine: start the "
+                "learner there, or let ECHO2_OBJECT_STORE_URL of the control service be an s3:// URL"
+            )
+    return open_store(url or settings.objects_url, endpoint_url=endpoint)
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Tell the other ranks, if they can be reached, that this is the end."""
+    try:
+        ranks.announce("end")
+    except Unavailable as error:
+        log.info("%s", error.detail)
+
+
+def main(job_id: str | None = None, **given: str | None) -> int:
+    """Entry of `python -m app.learner` and `echo2 learner`; the exit code. `given`: settings, None ones left out."""
     from transformers.utils.logging import disable_progress_bar
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     disable_progress_bar()
     try:
-        settings = load_settings(job_id)
+        settings = load_settings(job_id, **given)
+        ranks = launch(settings.learner_collective_timeout_s)
     except BadInput as error:
         log.error("%s", error.detail)
         return 2
-    return run(settings)
+    except Unavailable as error:
+        log.error("%s", error.detail)
+        return 1
+    return follow(ranks, settings) if isinstance(ranks, Group) and ranks.rank != 0 else run(settings, ranks)

@@ -16,14 +16,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from app.learner.checkpoints import Checkpoint, save
 from app.learner.outbox import Directives, Outbox
 from app.protocol.errors import EchoError, LearnerError, Unavailable
-from app.protocol.learner import Published
+from app.protocol.learner import Published, PublishedDelta
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,13 @@ class Announcement:
     bytes: int
     chunks: int
     relay_url: str
+    delta: PublishedDelta | None = None
+    delta_share: float | None = None
+    note: str = ""
+    """Why there is no delta."""
+
+
+Uploaded = Literal["full", "delta"]
 
 
 class SnapshotSink(Protocol):
@@ -45,8 +52,8 @@ class SnapshotSink(Protocol):
         """Make a version available to nodes at once. The same version again is harmless."""
         ...
 
-    def upload(self, version: int) -> None:
-        """Put it into the object store. Raises Unavailable."""
+    def upload(self, version: int) -> Uploaded:
+        """Put it into the object store, whole or its delta; says which. Raises Unavailable."""
         ...
 
 
@@ -70,13 +77,17 @@ class Publisher:
         directives: Directives,
         *,
         save_checkpoint: Callable[[Path, Checkpoint], object] = save,
+        saved: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`saved` is told the step of each checkpoint once it is on disk, in the publisher's thread."""
         self._sink = sink
         self._checkpoints = checkpoints
         self._outbox = outbox
         self._directives = directives
         self._save = save_checkpoint
+        self._saved = saved
         self._waiting: Save | None = None
+        self._best: Checkpoint | None = None
         self._busy = False
         self._stopped = False
         self._changed = threading.Condition()
@@ -93,7 +104,7 @@ class Publisher:
     def idle(self) -> bool:
         """Whether nothing is queued or running."""
         with self._changed:
-            return self._waiting is None and not self._busy
+            return self._settled()
 
     def submit(self, job: Save) -> None:
         """Queue a copy; one that still waits is replaced, but for the half that the new one doesn't bring."""
@@ -108,12 +119,16 @@ class Publisher:
             self._waiting = job
             self._changed.notify_all()
 
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Queue the best one so far: only a better one takes its place."""
+        with self._changed:
+            self._best = checkpoint
+            self._changed.notify_all()
+
     def flush(self, timeout_s: float) -> None:
         """Wait until nothing is queued or running. Raises the failure of a thread, LearnerError after `timeout_s`."""
         with self._changed:
-            done = self._changed.wait_for(
-                lambda: (self._waiting is None and not self._busy) or self._stopped, timeout_s
-            )
+            done = self._changed.wait_for(lambda: self._settled() or self._stopped, timeout_s)
         self._directives.current()
         if not done:
             raise LearnerError(f"a publish was not finished within {timeout_s:.0f} s")
@@ -129,14 +144,17 @@ class Publisher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._stopped, 60)
+                self._changed.wait_for(lambda: self._waiting or self._best or self._stopped, 60)
                 if self._stopped:
                     return
                 job, self._waiting = self._waiting, None
-                self._busy = job is not None
+                best, self._best = self._best, None
+                self._busy = job is not None or best is not None
             try:
                 if job is not None:
                     self._do(job)
+                if best is not None:
+                    self._write(best)
             except EchoError as error:
                 self._directives.fail(error)
                 self._stopped = True
@@ -145,24 +163,39 @@ class Publisher:
                     self._busy = False
                     self._changed.notify_all()
 
+    def _settled(self) -> bool:
+        return self._waiting is None and self._best is None and not self._busy
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        self._save(self._checkpoints, checkpoint)
+        self._saved(checkpoint.progress.step)
+
     def _do(self, job: Save) -> None:
         if job.checkpoint is not None:
-            self._save(self._checkpoints, job.checkpoint)
+            self._write(job.checkpoint)
         if job.version is None:
             return
         made = self._sink.publish(job.version, job.weights)
-        self._outbox.put(_published(made, stored=False))
+        self._outbox.put(_published(made, None))
         try:
-            self._sink.upload(job.version)
+            what = self._sink.upload(job.version)
         except Unavailable as error:
             # Nodes still pull from the relay; the next version is tried again, and `stored` stays false for this one.
             self.upload_failures += 1
             log.warning("v%d is not in the object store: %s", job.version, error.detail)
             return
-        self._outbox.put(_published(made, stored=True))
+        self._outbox.put(_published(made, what))
 
 
-def _published(made: Announcement, *, stored: bool) -> Published:
+def _published(made: Announcement, stored: Uploaded | None) -> Published:
+    delta = made.delta
     return Published(
-        version=made.version, bytes=made.bytes, chunks=made.chunks, relay_url=made.relay_url, stored=stored
+        version=made.version,
+        bytes=made.bytes,
+        chunks=made.chunks,
+        relay_url=made.relay_url,
+        stored=stored == "full",
+        delta=delta.model_copy(update={"stored": True}) if delta is not None and stored == "delta" else delta,
+        delta_share=made.delta_share,
+        note=made.note[:500],
     )

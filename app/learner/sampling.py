@@ -7,7 +7,7 @@ of the distribution sampled from.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +43,12 @@ def sample(
     eos: frozenset[int],
     generator: torch.Generator,
     max_batch: int = MAX_BATCH,
+    agree: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
 ) -> list[Completion]:
     """One completion for each prompt, in order. `temperature` 0 means the most likely token.
 
-    Prompts are sorted by length into batches of at most `max_batch` rows and MAX_BATCH_TOKENS padded tokens.
+    Prompts are sorted by length into batches of at most `max_batch` rows and MAX_BATCH_TOKENS padded tokens. `agree`
+    has the last word on each batch's next tokens [rows]: ranks that sample together must not drift apart.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     results: list[Completion | None] = [None] * len(prompts)
@@ -57,7 +59,7 @@ def sample(
             if (len(batch) + 1) * (len(prompts[i]) + max_tokens) > MAX_BATCH_TOKENS:
                 break
             batch.append(i)
-        made = _sample_batch(model, [prompts[i] for i in batch], max_tokens, temperature, eos, generator)
+        made = _sample_batch(model, [prompts[i] for i in batch], max_tokens, temperature, eos, generator, agree)
         for i, completion in zip(batch, made, strict=True):
             results[i] = completion
         start += len(batch)
@@ -72,6 +74,7 @@ def _sample_batch(
     temperature: float,
     eos: frozenset[int],
     generator: torch.Generator,
+    agree: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[Completion]:
     from transformers import DynamicCache
 
@@ -97,7 +100,7 @@ def _sample_batch(
             logits_to_keep=1,
             **cache,
         ).logits[:, -1]
-        token, logprob = _draw(logits.float(), temperature, generator)
+        token, logprob = _draw(logits.float(), temperature, generator, agree)
         tokens.append(token)
         logprobs.append(logprob)
         done |= torch.isin(token, stops)
@@ -112,12 +115,18 @@ def _cache_name(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw(
+    logits: torch.Tensor,
+    temperature: float,
+    generator: torch.Generator,
+    agree: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
     scaled = torch.log_softmax(logits / temperature if temperature > 0 else logits, dim=-1)
     if temperature > 0:
         token = torch.multinomial(scaled.exp(), 1, generator=generator)
     else:
         token = scaled.argmax(-1, keepdim=True)
+    token = agree(token)
     return token[:, 0], scaled.gather(1, token)[:, 0]
 
 

@@ -5,22 +5,35 @@ Invariant: a version is encoded once; a restarted learner serves and announces w
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from app.learner.publisher import Announcement
+from app.learner.publisher import Announcement, Uploaded
 from app.protocol.errors import LearnerError, NotFound
-from app.protocol.learner import AssetInfo
+from app.protocol.job import SnapshotSpec
+from app.protocol.learner import AssetInfo, PublishedDelta
+from app.snapshots.deltas import DeltaFile
 from app.snapshots.manifest import AssetEntry, load_or_create_key, public_hex
+from app.snapshots.plan import keyframe
+from app.snapshots.publish import Publication
 from app.snapshots.relay import Relay
-from app.snapshots.store import SnapshotStore, upload
+from app.snapshots.store import SnapshotStore
+from app.snapshots.upload import upload, upload_delta
 from app.storage.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+_PORT = re.compile(r":[0-9]+$")
 
 
 class RelaySink:
-    """Keeps the newest versions under `folder`, signs with the key in it, serves on `host` at a free port."""
+    """Keeps the newest versions under `folder`, signs with the key in it, serves on `host`.
+
+    `port` 0: a free one. `announce` is where others reach it, `host` or `host:port`, if that is not where it listens.
+    """
 
     def __init__(
         self,
@@ -32,15 +45,23 @@ class RelaySink:
         uplink_bytes_per_s: float | None,
         objects: ObjectStore,
         assets: Sequence[AssetInfo],
+        snapshots: SnapshotSpec | None = None,
+        port: int = 0,
+        announce: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._key = load_or_create_key(folder / "signing.key")
         self.public_key = public_hex(self._key)
         self._store = SnapshotStore(folder / "snapshots", job_id=job_id, public_key=self.public_key)
-        self._relay = Relay(self._store, token=relay_token, host=host, port=0, uplink_bytes_per_s=uplink_bytes_per_s)
+        self._relay = Relay(self._store, token=relay_token, host=host, port=port, uplink_bytes_per_s=uplink_bytes_per_s)
         self._host = host
+        self._announce = announce
         self._objects = objects
         self._prefix = f"jobs/{job_id}/snapshots"
+        self._spec = snapshots or SnapshotSpec()
+        self._stored: int | None = None
+        """The version that this process put into the object store last, and the deltas since the last whole one."""
+        self._since = 0
         self._assets = [AssetEntry(path=a.path, size=a.size, blake3=a.blake3) for a in assets]
 
     def start(self) -> None:
@@ -69,21 +90,56 @@ class RelaySink:
 
     def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> Announcement:
         """Encode and serve a version, or serve the one of this number that is here."""
-        snapshot = self._store.get(version) or self._store.publish_full(
-            weights, version=version, key=self._key, assets=self._assets
-        )
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        snapshot = self._store.get(version)
+        if snapshot is not None:
+            made = self._store.published(snapshot)
+        else:
+            made = self._store.publish(
+                weights, version=version, key=self._key, assets=self._assets, deltas=self._spec.deltas
+            )
+        log.info("%s", described(made))
+        manifest = made.snapshot.manifest
         return Announcement(
             version=version,
-            bytes=snapshot.manifest.payload_bytes,
-            chunks=snapshot.manifest.chunks,
-            relay_url=f"http://{host}:{self._relay.port}",
+            bytes=manifest.payload_bytes,
+            chunks=manifest.chunks,
+            relay_url=relay_url(self._host, self._relay.port, self._announce),
+            delta=None if made.delta is None else _delta(made.delta),
+            delta_share=made.share,
+            note=made.note,
         )
 
-    def upload(self, version: int) -> None:
-        """Put a version into the object store. Raises Unavailable, NotFound if the version is not here."""
+    def upload(self, version: int) -> Uploaded:
+        """Put a version into the object store, whole or its delta. Raises Unavailable, NotFound if it is not here."""
         with self._store.pin(version):
-            snapshot = self._store.get(version)
+            snapshot, made = self._store.get(version), self._store.delta(version)
             if snapshot is None:
                 raise NotFound(f"v{version} is not in the learner's snapshot store")
-            upload(snapshot, self._objects, self._prefix)
+            base = None if made is None else made.base
+            if made is None or keyframe(base, stored=self._stored, since=self._since, every=self._spec.keyframe_every):
+                upload(snapshot, self._objects, self._prefix)
+                self._stored, self._since = version, 0
+                return "full"
+            upload_delta(made, self._objects, self._prefix)
+            self._stored, self._since = version, self._since + 1
+            return "delta"
+
+
+def _delta(made: DeltaFile) -> PublishedDelta:
+    return PublishedDelta(base=made.base, bytes=made.manifest.payload_bytes, chunks=made.manifest.chunks)
+
+
+def described(made: Publication) -> str:
+    """A publish in words, for the log."""
+    full, version = made.snapshot.manifest.payload_bytes, made.snapshot.version
+    if made.delta is None:
+        return f"v{version}: {full} bytes; no delta: {made.note}"
+    size = made.delta.manifest.payload_bytes
+    took = f", made in {made.encode_s:.2f} s" if made.encode_s else ""
+    return f"v{version}: {full} bytes; from v{made.delta.base} a delta of {size} ({size / full:.2%}{took})"
+
+
+def relay_url(host: str, port: int, announce: str = "") -> str:
+    """Where a relay that listens at `host` and `port` is found: at `announce`, on `port` unless it names another."""
+    name = announce or (f"[{host}]" if ":" in host else host)
+    return f"http://{name}" if _PORT.search(name) else f"http://{name}:{port}"

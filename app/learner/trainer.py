@@ -1,7 +1,8 @@
 """The optimisation step.
 
 Invariant: a step's result depends on its groups, the weights, the optimizer and the number of steps made, never on how
-it is cut into micro-batches, and it draws no random numbers. A step that would not be finite changes nothing.
+it is cut into micro-batches or spread over ranks, and it draws no random numbers. A step that would not be finite
+changes nothing. All ranks come to the same numbers, so that they go the same way at every branch.
 """
 
 from __future__ import annotations
@@ -15,17 +16,26 @@ from typing import Any
 import torch
 
 from app.learner.advantages import batch_advantages
+from app.learner.alignment import removed, skipped
 from app.learner.buffer import Group
-from app.learner.losses import WHOLE_STEP, Limits, Tokens, surrogate, whole_step
-from app.learner.metrics import Seen, joined, step_metrics
-from app.learner.microbatch import Row, collate, completion_logprobs, split, token_lags
-from app.learner.model import restore_weights, unique_weights
+from app.learner.copier import Copier
+from app.learner.laps import Laps
+from app.learner.losses import WHOLE_STEP, Limits, Tokens, reference_kl, surrogate, whole_step
+from app.learner.metrics import Seen, advantage_metrics, joined, node_metrics, step_metrics
+from app.learner.microbatch import Row, collate, completion_logprobs, share, token_lags
+from app.learner.model import check_weights, trained_weights
+from app.learner.parallel.messages import Progress, Rehearsal, packed, unpacked
+from app.learner.parallel.ranks import ALONE, Ranks
+from app.learner.parallel.shards import local, needs_shards, number, prepare_passes, recomputing, shard, spread, whole
+from app.learner.reference import draws, frozen_copy
 from app.learner.weights import log_ratio
 from app.protocol.errors import LearnerError
 from app.protocol.job import JobSpec
 
 BETAS = (0.9, 0.95)
 _REHEARSED_BATCHES = 4
+_NOTHING = Row([0], [0], [0.0], 0.0, [0])
+"""What a rank passes through the model when the others have more to do: a pass is something that all ranks do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +49,59 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """Weights (by `unique_weights`' names), the optimizer as tensors, and the number of steps made."""
+    """Weights (by `trained_weights`' names), the optimizer as tensors, and the number of steps made; whole tensors in
+    host memory, whatever the number of ranks. Empty on ranks other than 0."""
 
     steps: int
-    weights: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
 
 
 class GRPOTrainer:
-    """AdamW over the chosen policy loss; weights stay in the model that was handed in."""
+    """AdamW over the chosen policy loss; weights stay in the model that was handed in.
 
-    def __init__(self, model: Any, spec: JobSpec, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    With several ranks `step`, `rehearse`, `state` and `restore` are collective. Rank 0 announces them to the others,
+    which call them with what was announced (app/learner/parallel/follow.py).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: JobSpec,
+        *,
+        ranks: Ranks = ALONE,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.model = model
         self.steps = 0
         self._spec = spec
+        self._ranks = ranks
         self._clock = clock
+        # Before any checkpoint is restored: the reference is v0.
+        self._reference = frozen_copy(model) if spec.learner.kl_beta > 0 else None
+        prepare_passes(model, spec.learner)
+        if needs_shards(spec.learner, ranks):
+            shard(model, spec.learner, ranks)
+            if self._reference is not None:
+                shard(self._reference, spec.learner, ranks)
         self._named = dict(model.named_parameters())
-        self._optimizer = _adamw(self._named, spec.learner.learning_rate)
+        self._trained = {name: p for name, p in self._named.items() if p.requires_grad}
+        self._optimizer = _adamw(self._trained, spec.learner.learning_rate)
         self._previous: dict[str, torch.Tensor] | None = None
+        self._skipped = False
+        self._copier = Copier()
+        self._laps = Laps(clock, self._synchronise)
 
     def step(self, groups: Sequence[Group]) -> StepMetrics:
         """One update from whole groups. Raises LearnerError, before any change, if loss or gradient is not finite."""
         began = self._clock()
-        spec = self._spec.learner
+        self._laps.start()
+        spec, nodes = self._spec.learner, {g.work_item: g.node for g in groups}
+        if self._ranks.size > 1:
+            data = packed(groups)
+            self._ranks.announce("step", data)
+            # What the others read is what is trained on here: log-probs and rewards in float32.
+            groups = unpacked(data)
         advantages = batch_advantages([[r.reward for r in g.rollouts] for g in groups], spec.reward_scale)
         rows = [
             Row(r.prompt_ids, r.completion_ids, r.logprobs, a, token_lags(r, self.steps))
@@ -69,17 +109,27 @@ class GRPOTrainer:
             for r, a in zip(g.rollouts, values, strict=True)
             if any(values)
         ]
+        owners = [nodes.get(g.work_item, "") for g, v in zip(groups, advantages, strict=True) if any(v) for _ in v]
         # Tokens of groups without a signal count here although they are left out below: same gradient, less work.
         denominator = sum(g.tokens for g in groups)
+        self._laps.lap("data")
         seen = self._backward(rows, denominator)
-        values = step_metrics(groups, seen, denominator) | self._cosine()
+        self._laps.lap("backward")
+        values = step_metrics(groups, seen, denominator) | advantage_metrics(advantages) | self._align()
+        values |= node_metrics(seen.log_ratio, [(owners[i], len(rows[i].completion_ids)) for i in self._order(rows)])
         values |= {"grad_norm": self._clip(), "learning_rate": self._rate(self.steps)}
+        self._laps.lap("metrics")
+        self._copier.settle()
+        self._laps.lap("publish")
         self._optimizer.param_groups[0]["lr"] = values["learning_rate"]
-        self._optimizer.step()
-        self._remember()
+        if not self._skipped:
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._laps.lap("optimizer")
         self.steps += 1
-        return StepMetrics(values["reward"], self._clock() - began, values)
+        spent = self._clock() - began
+        values |= self._laps.metrics() | {"tokens_per_s": denominator / spent if spent > 0 else 0.0}
+        return StepMetrics(values["reward"], spent, values)
 
     def rehearse(self, rollouts: int, prompts: Sequence[Sequence[int]], completion_tokens: int) -> float:
         """Seconds that a step of `rollouts` would take if every group carried a signal.
@@ -87,14 +137,16 @@ class GRPOTrainer:
         Made-up completions of `completion_tokens` tokens, learning rate 0, an optimizer of its own: weights, optimizer,
         gradients and random state are as before. Only a few micro-batches are run, and their time scaled up.
         """
-        spec, size = self._spec.learner, completion_tokens
+        size = completion_tokens
+        asked = Rehearsal(rollouts=rollouts, prompts=[list(p) for p in prompts], completion_tokens=size)
+        self._ranks.announce("rehearse", asked.model_dump_json().encode())
         rows = [
             Row(prompts[i % len(prompts)], [i % 7 + 1] * size, [-1.0] * size, 1.0 - i % 2 * 2, [1] * size)
             for i in range(rollouts)
         ]
-        batches = [[rows[i] for i in b] for b in split([r.length for r in rows], spec.micro_batch_tokens)]
+        batches = self._plan(rows)
         rehearsed = batches[:_REHEARSED_BATCHES]
-        spare = _adamw(self._named, 0.0)
+        spare = _adamw(self._trained, 0.0)
         with torch.random.fork_rng():
             self._passes(batches[:1], rollouts * size)  # pays for allocation
             self._synchronise()
@@ -107,36 +159,62 @@ class GRPOTrainer:
             self._synchronise()
             update = self._clock() - began
         self._optimizer.zero_grad(set_to_none=True)
-        return passes * rollouts / sum(len(b) for b in rehearsed) + update
+        return passes * sum(map(len, batches)) / max(1, sum(map(len, rehearsed))) + update
 
     def state(self) -> TrainerState:
         """A copy of everything that a later process needs to go on exactly."""
-        weights = {name: t.detach().to("cpu", copy=True) for name, t in unique_weights(self.model).items()}
-        optimizer = {
-            f"{field}/{name}": value.detach().to("cpu", copy=True)
+        self._ranks.announce("state")
+        return TrainerState(self.steps, self._whole(trained_weights(self.model)), self._whole(self._moments()))
+
+    def snapshot(self) -> TrainerState:
+        """Like `state`, but the copy is made beside what comes next: `step` waits for it before it changes anything.
+
+        Shards are put together by all ranks at once, so then it is `state`.
+        """
+        if needs_shards(self._spec.learner, self._ranks):
+            return self.state()
+        weights, moments = trained_weights(self.model), self._moments()
+        return TrainerState(
+            self.steps, *self._copier.begin(lambda: self._whole(weights), lambda: self._whole(moments))
+        )
+
+    def _moments(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{field}/{name}": value
             for name, parameter in self._named.items()
             for field, value in self._optimizer.state.get(parameter, {}).items()
         }
-        return TrainerState(self.steps, weights, optimizer)
 
     def restore(self, state: TrainerState) -> None:
-        """Go on from a state. Raises LearnerError if it is of another model."""
-        restore_weights(self.model, state.weights)
-        fields: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in state.optimizer.items():
-            field, _, name = key.partition("/")
-            fields.setdefault(name, {})[field] = value
-        if not fields.keys() <= self._named.keys():
+        """Go on from a state. Raises LearnerError, before any change, if it is of another model."""
+        check_weights(self.model, state.weights)
+        names = {key.partition("/")[2] for key in state.optimizer}
+        if not names <= self._named.keys():
             raise LearnerError("the checkpoint's optimizer is of another model")
+        progress = Progress(steps=state.steps, optimizer=list(state.optimizer))
+        self._ranks.announce("restore", progress.model_dump_json().encode())
+        self.receive(progress, state)
+
+    @torch.no_grad()
+    def receive(self, progress: Progress, state: TrainerState | None = None) -> None:
+        """Take in what rank 0 hands out; `state` is given there. Ranks other than 0 call this for a `restore`."""
+        self._copier.settle()
+        for name, tensor in trained_weights(self.model).items():
+            tensor.copy_(spread(None if state is None else state.weights[name], tensor, self._ranks))
         self._optimizer.state.clear()
-        for name, values in fields.items():
+        for key in progress.optimizer:
+            field, _, name = key.partition("/")
             parameter = self._named[name]
             # AdamW keeps its step counter on the CPU.
-            self._optimizer.state[parameter] = {
-                f: v.clone() if f == "step" else v.to(parameter.device, copy=True) for f, v in values.items()
-            }
-        self.steps = state.steps
-        self._previous = None
+            like = torch.zeros(()) if field == "step" else parameter.detach()
+            value = spread(None if state is None else state.optimizer[key], like, self._ranks)
+            self._optimizer.state.setdefault(parameter, {})[field] = value
+        self.steps = progress.steps
+        self._previous, self._skipped = None, False
+
+    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        copies = {name: whole(t, keep=self._ranks.rank == 0) for name, t in tensors.items()}
+        return {name: t for name, t in copies.items() if t is not None}
 
     def _rate(self, steps: int) -> float:
         spec = self._spec.learner
@@ -144,8 +222,10 @@ class GRPOTrainer:
 
     def _backward(self, rows: Sequence[Row], denominator: int) -> Seen:
         self._optimizer.zero_grad(set_to_none=True)
-        order = split([r.length for r in rows], self._spec.learner.micro_batch_tokens)
-        seen = self._passes([[rows[i] for i in batch] for batch in order], denominator)
+        seen = self._passes(self._plan(rows), denominator)
+        if not math.isfinite(seen.loss):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise LearnerError(f"the loss of step {self.steps + 1} is not finite; lower the learning rate")
         for parameter in self._named.values():
             # A step without any signal still decays the optimizer's moments, as if its zero gradient had been computed.
             if parameter.grad is None and parameter.requires_grad:
@@ -155,7 +235,27 @@ class GRPOTrainer:
     def _passes(self, batches: Sequence[Sequence[Row]], denominator: int) -> Seen:
         """Forward and backward over all micro-batches; for some losses after a forward pass over all of them."""
         limits = self._limits(batches)
-        return joined([self._pass(b, part, denominator) for b, part in zip(batches, limits, strict=True)])
+        self._laps.lap("forward")
+        with recomputing(self.model, self._spec.learner):
+            own = joined([self._pass(b, part, denominator) for b, part in zip(batches, limits, strict=True)])
+        ranks = self._ranks
+        tokens = [ranks.joined(t) for t in (own.log_ratio, own.lag, own.high, own.low)]
+        loss, kl = ranks.total([own.loss, own.reference_kl or 0.0])
+        seen = Seen(loss, tokens[0], tokens[1], tokens[2], tokens[3])
+        return seen if self._reference is None else replace(seen, reference_kl=kl)
+
+    def _plan(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """This rank's micro-batches."""
+        return [[rows[i] for i in batch] for batch in self._shares(rows)[self._ranks.rank]]
+
+    def _shares(self, rows: Sequence[Row]) -> list[list[list[int]]]:
+        """Row numbers by rank and micro-batch."""
+        spec, lengths = self._spec.learner, [r.length for r in rows]
+        return share(lengths, self._ranks.size, spec.micro_batch_tokens, packed=spec.packing)
+
+    def _order(self, rows: Sequence[Row]) -> list[int]:
+        """Row numbers in the order in which the tokens of a step come back from all ranks."""
+        return [i for plan in self._shares(rows) for batch in plan for i in batch]
 
     @torch.no_grad()
     def _limits(self, batches: Sequence[Sequence[Row]]) -> list[Limits]:
@@ -165,50 +265,82 @@ class GRPOTrainer:
             return [Limits()] * len(batches)
         ratios, advantages = [], []
         for rows in batches:
-            tokens = self._tokens(rows)
-            ratios.append(log_ratio(tokens.logprobs, tokens.behaviour))
-            advantages.append(tokens.advantages)
-        limits = whole_step(spec, torch.cat(ratios), torch.cat(advantages))
+            tokens, used = self._tokens(rows or [_NOTHING]), slice(None if rows else 0)
+            ratios.append(log_ratio(tokens.logprobs, tokens.behaviour)[used])
+            advantages.append(tokens.advantages[used])
+        own, ranks = torch.cat(ratios), self._ranks
+        limits = whole_step(spec, ranks.joined(own), ranks.joined(torch.cat(advantages)))
         if limits.keep is None:
             return [limits] * len(batches)
-        keeps = torch.split(limits.keep, [len(r) for r in ratios])
+        before = int(ranks.joined(torch.tensor([len(own)]))[: ranks.rank].sum())
+        keeps = torch.split(limits.keep[before : before + len(own)], [len(r) for r in ratios])
         return [replace(limits, keep=keep) for keep in keeps]
 
     def _tokens(self, rows: Sequence[Row]) -> Tokens:
-        batch = collate(rows, self.model.device)
+        batch = collate(rows, self.model.device, packed=self._spec.learner.packing)
+        self._laps.lap("data")
         logprobs = completion_logprobs(self.model, batch, self._spec.sampling.temperature)
-        return Tokens(logprobs, batch.behaviour, batch.advantage, batch.lag, batch.row)
+        reference, draw = None, None
+        if self._reference is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                reference = completion_logprobs(self._reference, batch, self._spec.sampling.temperature)
+        if self._spec.learner.loss == "obrs":
+            draw = draws(rows, self._spec.seed, self.steps).to(self.model.device)
+        return Tokens(logprobs, batch.behaviour, batch.advantage, batch.lag, batch.sequence, reference, draw)
 
     def _pass(self, rows: Sequence[Row], limits: Limits, denominator: int) -> Seen:
+        if not rows:
+            torch.autograd.backward(0.0 * self._tokens([_NOTHING]).logprobs.sum())
+            return joined([])
         tokens = self._tokens(rows)
         found = surrogate(self._spec.learner, tokens, limits)
         loss = -found.objective.sum() / denominator
-        if not torch.isfinite(loss):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise LearnerError(f"the loss of step {self.steps + 1} is not finite; lower the learning rate")
-        torch.autograd.backward(loss)
+        self._laps.lap("forward")
+        # Shards take the mean over the ranks; what is wanted is the sum.
+        torch.autograd.backward(loss * self._ranks.size)
+        self._laps.lap("backward")
         moved = log_ratio(tokens.logprobs.detach(), tokens.behaviour)
-        return Seen(loss.item(), moved, tokens.lag, found.high, found.low)
+        seen = Seen(loss.item(), moved, tokens.lag, found.high, found.low)
+        if tokens.reference is None:
+            return seen
+        return replace(seen, reference_kl=float(reference_kl(tokens.logprobs.detach(), tokens.reference).sum()))
 
-    def _cosine(self) -> dict[str, float]:
-        """Cosine of this gradient with the previous step's; nothing for the first of a process, or if one is zero."""
-        if self._previous is None:
+    def _align(self) -> dict[str, float]:
+        """Compare the gradient with the previous step's and keep it for the next; with `gac` bend it or skip a step."""
+        spec, before, found = self._spec.learner, self._previous, self._cosine()
+        raw = {n: p.grad for n, p in self._named.items() if p.grad is not None}
+        # The optimizer's zero_grad lets go of these tensors, so that they need no copy.
+        self._previous = raw if spec.grad_cosine or spec.gac else None
+        if found is None or before is None:
+            self._skipped = False
             return {}
-        pairs = [(p.grad, self._previous[n]) for n, p in self._named.items() if p.grad is not None]
-        dot, new, old = (
-            sum(float((x * y).sum()) for x, y in which)
-            for which in (pairs, [(g, g) for g, _ in pairs], [(h, h) for _, h in pairs])
-        )
-        return {"grad_cosine": dot / math.sqrt(new * old)} if new > 0 and old > 0 else {}
+        cosine, along = found
+        if not spec.gac:
+            return {"grad_cosine": cosine}
+        self._skipped = skipped(cosine, spec.gac_high, again=self._skipped)
+        share = removed(cosine, spec.gac_low)
+        for name, gradient in raw.items() if share else ():
+            # Not in place: the next step is compared with the gradient as it was.
+            self._named[name].grad = gradient - share * along * before[name]
+        return {"grad_cosine": cosine, "gac_removed": share, "gac_skipped": float(self._skipped)}
 
-    def _remember(self) -> None:
-        if self._spec.learner.grad_cosine:
-            # The optimizer's zero_grad lets go of these tensors, so that they need no copy.
-            self._previous = {n: p.grad for n, p in self._named.items() if p.grad is not None}
+    def _cosine(self) -> tuple[float, float] | None:
+        """Cosine of this gradient with the previous step's, and its part along it as a multiple of that; None for the
+        first of a process, or if one of them is zero."""
+        if self._previous is None:
+            return None
+        pairs = [(local(p.grad), local(self._previous[n])) for n, p in self._named.items() if p.grad is not None]
+        dot, new, old = self._ranks.total(
+            [
+                sum(float((x * y).sum()) for x, y in which)
+                for which in (pairs, [(g, g) for g, _ in pairs], [(h, h) for _, h in pairs])
+            ]
+        )
+        return (dot / math.sqrt(new * old), dot / old) if new > 0 and old > 0 else None
 
     def _clip(self) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_(self._named.values(), self._spec.learner.grad_clip))
-        if not torch.isfinite(torch.tensor(norm)):
+        norm = number(torch.nn.utils.clip_grad_norm_(self._trained.values(), self._spec.learner.grad_clip))
+        if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise LearnerError(f"the gradient of step {self.steps + 1} is not finite; lower the learning rate")
         return norm

@@ -1,7 +1,8 @@
 """Importance weights and masks of tokens.
 
-Invariant: nothing here carries a gradient but `log_ratio` and `sequence_log_ratio`; every weight is finite for any pair
-of finite log-probs; a mask is a function of the numbers alone, never of how they are cut into micro-batches.
+Invariant: nothing here carries a gradient but `log_ratio`, `sequence_log_ratio` and `answer_log_ratio`; every weight is
+finite for any pair of finite log-probs; a mask is a function of the numbers alone, never of how they are cut into
+micro-batches.
 
 All tensors are 1-D, one element a completion token. r = π_θ(token) / π_behaviour(token).
 """
@@ -33,6 +34,16 @@ def sequence_log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor, sequence
     total = difference.new_zeros(answers).index_add(0, sequence, difference)
     count = torch.bincount(sequence, minlength=answers).clamp(min=1)
     return (total / count)[sequence].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def answer_log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """Sum of log r over the tokens of each token's answer, log π_θ(y|x) / π_behaviour(y|x), clamped to ±20.
+
+    `sequence` numbers the answers; all tokens of an answer must be here.
+    """
+    difference = logprobs - behaviour
+    total = difference.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, difference)
+    return total[sequence].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @torch.no_grad()

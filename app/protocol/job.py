@@ -73,6 +73,16 @@ class BatchSpec(Spec):
 
     prompts: int = Field(default=32, ge=1, le=100_000)
     group_size: int = Field(default=8, ge=2, le=1024)
+    group_deadline_s: float | None = Field(default=None, gt=0, le=86_400)
+    """Seconds after which a group is late; default: what its node should need, ten times."""
+    on_late: Literal["reissue", "train"] = "reissue"
+    """What is done about late groups: another node gets the work, or the learner trains on those that came."""
+
+    @model_validator(mode="after")
+    def _late_is_defined(self) -> Self:
+        if self.on_late == "train" and self.group_deadline_s is None:
+            raise ValueError('on_late "train" needs group_deadline_s: how long the learner waits for a whole batch')
+        return self
 
 
 class SamplingSpec(Spec):
@@ -90,18 +100,38 @@ class SamplingSpec(Spec):
         return value
 
 
-LossName = Literal["ppo_clip", "dppo", "tis", "icepop", "decoupled", "m2po", "m2po_clip", "bapo", "cispo", "gspo"]
+LossName = Literal[
+    "ppo_clip", "dppo", "tis", "icepop", "decoupled", "m2po", "m2po_clip", "bapo", "cispo", "gspo", "obrs"
+]
 RewardScale = Literal["group", "none", "batch"]
+
+
+class LoraSpec(Spec):
+    """A low-rank adapter, W + (alpha / rank)·B·A (LoRA, arXiv 2106.09685)."""
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    alpha: int = Field(default=32, ge=1)
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Names of the linear layers that get one, such as `q_proj`; `all-linear`: all but the output layer."""
+
+    @field_validator("targets")
+    @classmethod
+    def _some(cls, value: str | list[str]) -> str | list[str]:
+        if not value:
+            raise ValueError('must be "all-linear" or name at least one kind of layer')
+        return value
 
 
 class LearnerSpec(Spec):
     """Learning plane: where it runs and how it optimises. Parameters of a loss that isn't chosen have no effect."""
 
-    placement: Literal["local"] = "local"
+    placement: Literal["local", "attached"] = "local"
+    """`local`: the control service starts it on its own machine. `attached`: somebody starts it elsewhere, with a learner
+    token, and it dials out."""
     learning_rate: float = Field(default=1e-6, gt=0, lt=1)
     warmup_steps: int = Field(default=5, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
-    loss: LossName = "ppo_clip"
+    loss: LossName = "dppo"
     """How a token's push is corrected for the policy that sampled it; docs/learner.md compares them."""
     scale_rewards: RewardScale | None = None
     """What r − mean(group) is divided by: the group's deviation, nothing, or the deviation of all rewards of the step.
@@ -110,6 +140,14 @@ class LearnerSpec(Spec):
     """ppo_clip, decoupled: the ratio counts down to 1 − clip_low."""
     clip_high: float = Field(default=0.28, gt=0)
     """ppo_clip, decoupled: the ratio counts up to 1 + clip_high."""
+    replay_ratio: Literal["off", "token", "sequence"] = "off"
+    """ppo_clip: put the ratio against the sampler outside of the clip, truncated, as the paper's Eq. 24 does; of each
+    token or of the whole answer."""
+    replay_cap: float = Field(default=2.0, ge=1)
+    """Largest replay ratio, if replay_ratio is on."""
+    kl_beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from v0, any loss. Above 0 it costs one more copy of the weights in memory, and a
+    forward pass without gradient a step."""
     dppo_mask_low: float = Field(default=0.2, gt=0, le=1)
     """A token with a negative advantage is left out when its probability has fallen by more than this."""
     dppo_mask_high: float = Field(default=0.2, gt=0, le=1)
@@ -146,28 +184,90 @@ class LearnerSpec(Spec):
     """The ratio of a whole answer counts down to 1 − gspo_low."""
     gspo_high: float = Field(default=4e-4, gt=0)
     """The ratio of a whole answer counts up to 1 + gspo_high."""
+    obrs_lambda: float = Field(default=1.0, gt=0)
+    """obrs (experimental) keeps a token with probability min(1, r / obrs_lambda)."""
+    obrs_cap: float = Field(default=5.0, ge=1)
+    """Largest weight of a token that obrs keeps."""
     grad_cosine: bool = False
     """Report the cosine with the previous step's gradient, at the price of one more copy of the weights in memory."""
+    gac: bool = False
+    """Experimental: take out of a gradient what only repeats the previous one. Costs that copy, too."""
+    gac_low: float = Field(default=0.3, gt=0, lt=1)
+    """gac: the cosine with the previous gradient that is left."""
+    gac_high: float = Field(default=0.9, gt=0, le=1)
+    """gac: above this cosine a step changes nothing."""
+    refill: bool = True
+    """Make up for groups without a signal with groups that are there beyond the next step's need."""
+    refill_factor: float = Field(default=2.0, ge=1, le=10)
+    """A step consumes at most so many times `batch.prompts` groups."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
-    """Padded tokens in one forward/backward pass."""
+    """Padded tokens in one forward/backward pass of one GPU; with `packing` tokens without padding."""
+    packing: bool = False
+    """Answers stand in one row one after the other, without padding, and don't see each other."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of forward and backward passes. Weights and optimizer are float32 in any case."""
+    activation_checkpointing: bool = False
+    """Compute activations again for the gradient in place of holding them."""
+    compile: bool = False
+    """Compile the layers with torch.compile."""
+    lora: LoraSpec | None = None
+    """Train an adapter, and leave the model as it is."""
+    final_merged: bool = False
+    """With `lora`: put the model with the adapter worked into it beside the adapter at the end."""
     eval_every: int = Field(default=20, ge=1)
     eval_prompts: int = Field(default=512, ge=1)
+    eval_by: Literal["fleet", "learner"] = "fleet"
+    """Who answers the held-out prompts between the first and the last step: nodes, beside their work, or the learner,
+    which stops training for it. v0 and the last version are the learner's in any case: no node need be there then."""
+    eval_samples: int = Field(default=1, ge=1, le=1024)
+    """fleet: answers to each held-out prompt; pass@k is of so many."""
+    eval_greedy: bool = True
+    """fleet: ask for the most likely answer to each held-out prompt as well."""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Steps between checkpoints; default: at every publish, so that no published version can be lost."""
+    checkpoint_keep: int = Field(default=2, ge=1, le=1000)
+    """Newest checkpoints that stay, beside the best."""
+    checkpoint_upload_every: int | None = Field(default=5, ge=1)
+    """Every so many checkpoints one is put into the object store; null: only the last one of the job."""
+    final: Literal["last", "best"] = "last"
+    """Which weights the job ends with: those of the last step, or those with the best held-out reward."""
+    tensorboard: bool = False
+    """Write TensorBoard files beside metrics.jsonl."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
         for low, high in (("bapo_low", "bapo_low_max"), ("bapo_high", "bapo_high_max")):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low} must be at most {high}; give both")
+        if self.final_merged and self.lora is None:
+            raise ValueError("final_merged needs lora: without an adapter the final model is whole anyway")
         if self.bapo_dual_clip < self.bapo_high_max:
             raise ValueError("bapo_dual_clip must be at least bapo_high_max")
+        if self.gac_low > self.gac_high:
+            raise ValueError("gac_low must be at most gac_high; give both")
         return self
+
+    def most_groups(self, prompts: int) -> int:
+        """How many groups a step of `prompts` may consume, with those that make up for groups without a signal."""
+        return max(prompts, int(prompts * self.refill_factor)) if self.refill else prompts
 
     @property
     def reward_scale(self) -> RewardScale:
         """`scale_rewards` with its default filled in."""
         return self.scale_rewards or ("none" if self.loss == "dppo" else "group")
+
+
+class StalenessSpec(Spec):
+    """`staleness`, instead of `staleness_budget`: how far S may go, and whether it follows what the learner sees."""
+
+    max: int = Field(ge=1, le=1000)
+    """S is never greater."""
+    adaptive: bool = False
+    """Lower S, and κ with it, as soon as a step shows that policies are too far apart; raise them slowly."""
+    min_ess: float = Field(default=0.5, gt=0, lt=1)
+    """adaptive: an effective sample size below this lowers S."""
+    max_mismatch_kl: float = Field(default=0.05, gt=0)
+    """adaptive: a mean KL between sampler and policy above this lowers S."""
 
 
 class FleetSpec(Spec):
@@ -183,6 +283,12 @@ class FleetSpec(Spec):
     disk_gb: float = Field(default=16.0, ge=8)
 
 
+def period(staleness: int, fixed: int | None) -> int:
+    """κ for an S: max(1, S − 1), the paper's default, or what the owner fixed where that is less."""
+    longest = max(1, staleness - 1)
+    return longest if fixed is None else min(fixed, longest)
+
+
 def _budget(value: Decimal) -> Decimal:
     if not value.is_finite():
         raise ValueError("must be a finite amount of dollars")
@@ -191,6 +297,15 @@ def _budget(value: Decimal) -> Decimal:
     if micros(value) <= 0:
         raise ValueError("must be more than 0 dollars")
     return value
+
+
+class SnapshotSpec(Spec):
+    """How versions travel; docs/broadcast.md."""
+
+    deltas: bool = True
+    """Publish beside a version the delta that leads to it from the one before, where that pays."""
+    keyframe_every: int = Field(default=16, ge=1, le=1000)
+    """One version of so many is put into the object store whole; of the others their deltas are, where they pay."""
 
 
 class JobSpec(Spec):
@@ -204,6 +319,8 @@ class JobSpec(Spec):
     stop: StopSpec = StopSpec()
     staleness_budget: int = Field(default=3, ge=1, le=1000)
     """S: a rollout sampled under v_x may be trained on at step t only if t − x ≤ S."""
+    staleness: StalenessSpec | None = None
+    """In place of `staleness_budget`, which then is its `max`."""
     publish_period: int | None = Field(default=None, ge=1)
     """κ; default max(1, S − 1)."""
     safety_factor: float = Field(default=1.1, ge=1, le=10)
@@ -212,8 +329,26 @@ class JobSpec(Spec):
     sampling: SamplingSpec = SamplingSpec()
     learner: LearnerSpec = LearnerSpec()
     fleet: FleetSpec = FleetSpec()
+    snapshot: SnapshotSpec = SnapshotSpec()
     seed: int = Field(default=0, ge=0, lt=2**63)
     notify_url: str | None = Field(default=None, max_length=2000)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _staleness_is_the_budget(cls, data: object) -> object:
+        if not isinstance(data, dict) or "staleness_budget" in data:
+            return data
+        staleness = data.get("staleness")
+        bound = staleness.get("max") if isinstance(staleness, dict) else getattr(staleness, "max", None)
+        return data if bound is None else {**data, "staleness_budget": bound}
+
+    @field_validator("staleness")
+    @classmethod
+    def _one_staleness(cls, value: StalenessSpec | None, info: ValidationInfo) -> StalenessSpec | None:
+        budget = info.data.get("staleness_budget")
+        if value is not None and budget is not None and value.max != budget:
+            raise ValueError(f"max {value.max} differs from staleness_budget {budget}; give one of them")
+        return value
 
     @field_validator("budget_usd")
     @classmethod
@@ -231,7 +366,12 @@ class JobSpec(Spec):
     @property
     def kappa(self) -> int:
         """κ, the publish period in learner steps (paper §3: default S − 1)."""
-        return self.publish_period or max(1, self.staleness_budget - 1)
+        return period(self.staleness_budget, self.publish_period)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether S follows what the learner sees."""
+        return self.staleness is not None and self.staleness.adaptive
 
     @property
     def rollouts_per_step(self) -> int:

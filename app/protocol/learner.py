@@ -6,11 +6,12 @@ and every later call must carry it in the header `Echo2-Epoch`; an older learner
 | call | body → answer |
 |---|---|
 | `POST /start` | StartRequest → StartAnswer |
-| `POST /ready` | Ready → LearnerDirectives: model and task load, v0 can be published; only then nodes are rented |
+| `POST /ready` | Ready → ReadyAnswer: model and task load, v0 can be published; only then nodes are rented |
 | `POST /heartbeat` | LearnerHeartbeat → LearnerDirectives |
 | `GET /trajectories?after=&wait_s=` | → TrajectoryPage (long poll; oldest first) |
 | `POST /published` | Published → LearnerDirectives |
 | `POST /steps` | StepReport → LearnerDirectives; idempotent by step |
+| `POST /drops` | Drops → LearnerDirectives: groups that will never be trained on, told without a step |
 | `POST /evals` | EvalReport → LearnerDirectives |
 | `POST /done` | Done → 204 |
 """
@@ -42,6 +43,9 @@ class StartAnswer(Lenient):
     last_step: int
     """Steps that the control service has on record."""
     published_version: int | None
+    object_store_url: str = ""
+    """Where the control service keeps objects, for a learner that was not told."""
+    s3_endpoint_url: str | None = None
 
 
 class AssetInfo(Strict):
@@ -84,6 +88,24 @@ class LearnerDirectives(Lenient):
     reason: str = ""
     staleness_budget: int
     publish_period: int
+    evaluated_step: int | None = None
+    """The version of the newest held-out evaluation, whoever made it."""
+    evaluated_reward: float | None = None
+    staleness_bound: int | None = None
+    """The owner's bound, if S is adaptive."""
+
+
+class ReplayStep(Lenient):
+    """A step that was on record and is forgotten again: the groups that it was made from, in order."""
+
+    step: int
+    work_items: list[str]
+
+
+class ReadyAnswer(LearnerDirectives):
+    """`replay`: the steps after `resume_step`, without a gap, so that they can be made again from the same groups."""
+
+    replay: list[ReplayStep] = Field(default_factory=list)
 
 
 class TrajectoryRef(Lenient):
@@ -105,6 +127,15 @@ class TrajectoryPage(Lenient):
     cursor: int
 
 
+class PublishedDelta(Strict):
+    """What leads to a version from `base`. `stored`: its manifest and all chunks are in the object store."""
+
+    base: int = Field(ge=0)
+    bytes: int = Field(ge=1)
+    chunks: int = Field(ge=1)
+    stored: bool = False
+
+
 class Published(Strict):
     """A version is complete in the learner's relay (and in the store, when `stored`)."""
 
@@ -114,6 +145,11 @@ class Published(Strict):
     relay_url: str = Field(max_length=500)
     stored: bool
     """True once manifest and all chunks are in the object store."""
+    delta: PublishedDelta | None = None
+    delta_share: float | None = Field(default=None, ge=0)
+    """Bytes of the delta, or what they would have been, over those of the version."""
+    note: str = Field(default="", max_length=500)
+    """Why there is no delta."""
 
 
 class DroppedGroup(Strict):
@@ -121,6 +157,24 @@ class DroppedGroup(Strict):
 
     work_item: str
     reason: Literal["stale", "invalid"]
+    lag: int | None = None
+    """t − x when it was dropped, x the version of its oldest token; None if that is not known."""
+
+
+class Drops(Strict):
+    """Groups that will never be trained on, told at once by a learner that waits."""
+
+    step: int = Field(ge=0)
+    """Completed steps."""
+    dropped: list[DroppedGroup] = Field(min_length=1)
+
+
+class StalenessMove(Strict):
+    """What the learner of a job with adaptive staleness wants from now on, and why."""
+
+    staleness_budget: int = Field(ge=1)
+    publish_period: int = Field(ge=1)
+    reason: str = Field(max_length=300)
 
 
 class StepReport(Strict):
@@ -138,6 +192,7 @@ class StepReport(Strict):
     lags: dict[int, int]
     """Version lag t − x, with t = step − 1 → number of rollouts."""
     metrics: dict[str, float] = Field(default_factory=dict)
+    staleness: StalenessMove | None = None
 
 
 class EvalReport(Strict):

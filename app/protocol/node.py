@@ -16,10 +16,11 @@ only `/v1/nodes/{its own id}/…`.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field, field_validator
 
 from app.protocol.base import Lenient, Strict
 from app.protocol.job import SamplingSpec, TaskSpec
@@ -109,6 +110,26 @@ class BroadcastProgress(Strict):
     source: Literal["learner", "peer", "store"] | None = None
 
 
+class Interruption(Strict):
+    """What a machine was told about its own end. A `rebalance` only says that it is more likely than before."""
+
+    kind: Literal["interruption", "rebalance"]
+    source: Literal["ec2", "gce", "signal"]
+    """Who told it: the cloud's metadata service, or SIGTERM."""
+    at: AwareDatetime | None = None
+    """When the machine goes, by the provider's word, UTC."""
+    detail: str = Field(default="", max_length=200)
+    """In the words of who told it."""
+
+    @field_validator("at")
+    @classmethod
+    def _utc(cls, value: datetime | None) -> datetime | None:
+        try:
+            return None if value is None else value.astimezone(UTC)
+        except OverflowError:
+            raise ValueError("is beyond all calendars") from None
+
+
 class Heartbeat(Strict):
     """State of a node. Counters are totals since join; rates are smoothed by the node."""
 
@@ -126,11 +147,16 @@ class Heartbeat(Strict):
     """Snapshot payload bytes received, by source."""
     bytes_relayed: int = Field(default=0, ge=0)
     """Snapshot payload bytes served to peers."""
+    deltas_applied: int = Field(default=0, ge=0)
+    bytes_saved: int = Field(default=0, ge=0)
+    """What those versions have more than the deltas that brought them."""
     upstream: str = Field(default="", max_length=200)
     """Node id (or `learner`, `store`) that it pulls from now."""
     progress: BroadcastProgress | None = None
     errors: dict[str, int] = Field(default_factory=dict)
     detail: str = Field(default="", max_length=500)
+    interruption: Interruption | None = None
+    """A notice that no answered heartbeat has carried yet. Who reads it has to bear hearing it twice."""
 
 
 class WorkRequest(Strict):
@@ -150,6 +176,10 @@ class WorkItem(Lenient):
     group_size: int
     seed: int
     deadline_s: float
+    split: Literal["train", "heldout"] = "train"
+    """Which prompts `prompt_index` counts. Held-out ones are an evaluation: nobody trains on the answers."""
+    temperature: float | None = None
+    """Instead of the job's; next to 0 for the most likely answer."""
 
 
 class UploadSlot(Lenient):
@@ -184,19 +214,41 @@ class CommitAnswer(Lenient):
     late: list[str] = Field(default_factory=list)
 
 
+class StoredPart(Lenient):
+    """What the object store holds of a job's snapshots: a version whole (`base` None), or what leads to it from `base`."""
+
+    version: int
+    base: int | None
+    bytes: int
+
+
+class DeltaUrls(Lenient):
+    """Presigned GETs of a version's delta."""
+
+    manifest_url: str
+    version_url: str
+    """The signed document of the version that it leads to."""
+    chunk_urls: dict[int, str]
+
+
 class SnapshotUrls(Lenient):
     """Presigned GETs of a version in the object store."""
 
     version: int
     manifest_url: str
+    """Empty when the store has the version only as a delta."""
     chunk_urls: dict[int, str]
     """Chunk number → URL, for the chunks asked for."""
+    delta: DeltaUrls | None = None
+    parts: list[StoredPart] = Field(default_factory=list)
+    """All that leads to this version."""
 
 
 class Report(Strict):
-    """A fault that the node saw: `upstream_lied` (hash mismatch), `upstream_stalled`, `engine_error`, `task_error`."""
+    """A fault that the node saw: `upstream_lied` (hash mismatch), `upstream_stalled`, `delta_refused` (it could not be
+    applied: the version is fetched whole), `engine_error`, `task_error`."""
 
-    kind: Literal["upstream_lied", "upstream_stalled", "engine_error", "task_error"]
+    kind: Literal["upstream_lied", "upstream_stalled", "delta_refused", "engine_error", "task_error"]
     subject: str = Field(default="", max_length=200)
     """Node id of the upstream, or what failed."""
     version: int | None = None

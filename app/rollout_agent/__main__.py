@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import AsyncExitStack
 
 import httpx
 
@@ -20,6 +21,7 @@ from app.rollout_agent.config import AgentSettings, load_settings, relay_address
 from app.rollout_agent.engines.base import Engine
 from app.rollout_agent.engines.registry import gpu_name, make_engine
 from app.rollout_agent.lifecycle import Ending
+from app.rollout_agent.preemption.watch import source_of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,10 @@ def run_agent() -> int:
 
 
 async def _run(settings: AgentSettings, engine: Engine) -> Ending:
-    async with httpx.AsyncClient() as http:
+    notices = source_of(settings.notices, os.environ)
+    async with httpx.AsyncClient() as http, AsyncExitStack() as stack:
+        if notices is not None:
+            stack.push_async_callback(notices.aclose)
         agent = Agent(
             settings,
             engine,
@@ -50,10 +55,11 @@ async def _run(settings: AgentSettings, engine: Engine) -> Ending:
             relay=relay_address(settings.relay_port, os.environ),
             self_destruct=self_destruct(os.environ),
             gpu_name=settings.gpu_name or gpu_name(),
+            notices=notices,
         )
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, agent.stop)
+        loop.add_signal_handler(signal.SIGINT, agent.stop)
+        loop.add_signal_handler(signal.SIGTERM, agent.terminated)
         return await agent.run()
 
 

@@ -16,24 +16,33 @@ import httpx
 
 from app import __version__
 from app.protocol.errors import EchoError, Gone, Unauthorized, Unavailable
-from app.protocol.node import Directives, Heartbeat, JoinAnswer, JoinRequest, Leave
+from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, JoinRequest, Leave
 from app.rollout_agent.client import NodeClient, Unreached
 from app.rollout_agent.config import AgentSettings, RelayAddress, SelfDestruct
 from app.rollout_agent.engines.base import Engine
 from app.rollout_agent.lifecycle import Ending, LeaseWatch, ending_of, join_ending
 from app.rollout_agent.node import Node
+from app.rollout_agent.preemption.board import Board
+from app.rollout_agent.preemption.metadata import Source
+from app.rollout_agent.preemption.watch import watch_machine
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
 """After a signal: so long to deliver what is finished."""
 LEAVE_TIMEOUT_S = 5.0
+TELL_AGAIN_S = 1.0
+"""A notice that was not heard is told again so soon: the machine may have 30 seconds."""
+TELL_TIMEOUT_S = 5.0
+"""So long a machine that will be interrupted and has no work left waits until its notice was heard."""
+RELAY_S, RELAY_LOOK_S = 15.0, 1.0
+"""So long it then serves its peers, while each look finds that they took something."""
 CLOSE_TIMEOUT_S = 10.0
 HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 0.05, 60.0
 
 
 class Agent:
-    """Composes one node from its parts and sees to its end. `http` is the caller's to close."""
+    """Composes one node from its parts and sees to its end. `http` and `notices` are the caller's to close."""
 
     def __init__(
         self,
@@ -44,6 +53,7 @@ class Agent:
         relay: RelayAddress,
         self_destruct: SelfDestruct | None = None,
         gpu_name: str = "",
+        notices: Source | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -52,6 +62,8 @@ class Agent:
         self._relay = relay
         self._self_destruct = self_destruct
         self._gpu_name = gpu_name
+        self._notices = notices
+        self._board = Board()
         self._clock = clock
         self._client = NodeClient(settings.control_url, http)
         self._ending: asyncio.Future[Ending] | None = None
@@ -80,10 +92,17 @@ class Agent:
         self._spawn(self._beat(node, watch), "heartbeat")
         self._spawn(self._watch(watch), "lease watch")
         self._spawn(self._serve(node), "node")
+        if self._notices is not None:
+            self._spawn(watch_machine(self._notices, self._noticed), "notices")
         self._obey(node, joined.directives)
         ending = await self._ending
         await self._wind_up(node, ending)
         return ending
+
+    def terminated(self) -> None:
+        """SIGTERM: the machine shuts down, and says so before it leaves."""
+        self._noticed(Interruption(kind="interruption", source="signal", detail="SIGTERM"))
+        self.stop()
 
     def stop(self) -> None:
         """A signal: drain for a moment, then leave."""
@@ -92,6 +111,15 @@ class Agent:
             return
         self._node.drain("stopped by a signal")
         asyncio.get_running_loop().call_later(STOP_GRACE_S, self._end, Ending("stopped by a signal"))
+
+    def _noticed(self, notice: Interruption) -> None:
+        """The machine was told something about its end: the control service hears it at once."""
+        if self._node is None or not self._board.put(notice):
+            return
+        log.warning("notice of %s: %s", notice.kind, notice.detail)
+        if notice.kind == "interruption":
+            self._node.drain(f"this machine will be interrupted ({notice.detail})")
+        self._kick.set()
 
     async def _join(self) -> tuple[float, JoinAnswer]:
         """When the join was sent, and its answer. Goes on while the control service can't even be reached."""
@@ -113,20 +141,34 @@ class Agent:
 
     async def _serve(self, node: Node) -> None:
         await node.run()
+        if self._board.doomed:
+            await self._last_moments(node)
         self._end(Ending(node.drain_reason or "drained"))
+
+    async def _last_moments(self, node: Node) -> None:
+        """A doomed machine without work: the control service has to know why, and peers may be in a download."""
+        if not await self._board.told(TELL_TIMEOUT_S):
+            log.warning("the notice of interruption was not heard")
+        until, served = self._clock() + RELAY_S, None
+        while node.bytes_relayed != served and self._clock() < until:
+            served = node.bytes_relayed
+            await asyncio.sleep(RELAY_LOOK_S)
 
     async def _beat(self, node: Node, watch: LeaseWatch) -> None:
         interval_s = node.directives.heartbeat_interval_s
         while True:
+            due_s = interval_s if self._board.pending is None else min(interval_s, TELL_AGAIN_S)
             try:
-                async with asyncio.timeout(min(HEARTBEAT_MAX_S, max(HEARTBEAT_MIN_S, interval_s))):
+                async with asyncio.timeout(min(HEARTBEAT_MAX_S, max(HEARTBEAT_MIN_S, due_s))):
                     await self._kick.wait()
             except TimeoutError:
                 log.debug("heartbeat is due")
             self._kick.clear()
             sent_at = self._clock()
-            directives = await self._heartbeat(node.heartbeat(sent_at))
+            notice = self._board.pending
+            directives = await self._heartbeat(node.heartbeat(sent_at, notice))
             if directives is not None:
+                self._board.answered(notice)
                 watch.contact(sent_at, directives)
                 interval_s = directives.heartbeat_interval_s
                 self._obey(node, directives)

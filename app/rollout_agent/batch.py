@@ -83,7 +83,9 @@ class TextSide:
 
     def encode(self, items: Sequence[WorkItem]) -> tuple[list[Prompt], list[list[int]]]:
         """Prompts of the items, and their token ids. Raises BadInput for an index that the task does not have."""
-        prompts = [self._task.train(item.prompt_index) for item in items]
+        prompts = [
+            (self._task.heldout if item.split == "heldout" else self._task.train)(item.prompt_index) for item in items
+        ]
         with self._lock:
             return prompts, [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
 
@@ -104,12 +106,16 @@ def sample(engine: Engine, text: TextSide, batch: Batch, sampling: SamplingSpec)
         raise Unavailable("no policy version is installed yet")
     prompts, prompt_ids = text.encode(batch.items)
     requests = [
-        GenRequest(prompt_ids=ids, n=item.group_size, seed=item.seed, sampling=sampling)
+        GenRequest(prompt_ids=ids, n=item.group_size, seed=item.seed, sampling=_sampling(item, sampling))
         for item, ids in zip(batch.items, prompt_ids, strict=True)
     ]
     completions = iter(engine.generate(requests))
     groups = [[next(completions) for _ in range(item.group_size)] for item in batch.items]
     return Sampled(batch, version, prompts, prompt_ids, groups)
+
+
+def _sampling(item: WorkItem, sampling: SamplingSpec) -> SamplingSpec:
+    return sampling if item.temperature is None else sampling.model_copy(update={"temperature": item.temperature})
 
 
 async def score(text: TextSide, sampled: Sampled, pool: Executor) -> tuple[dict[str, list[float]], dict[str, str]]:

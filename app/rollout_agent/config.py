@@ -14,6 +14,7 @@ from pydantic import Field, HttpUrl, SecretStr, TypeAdapter, ValidationError, fi
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.protocol.errors import BadInput
+from app.rollout_agent.preemption.watch import Cloud
 
 _URL = TypeAdapter(HttpUrl)
 
@@ -41,6 +42,8 @@ class AgentSettings(BaseSettings):
     """Name to give as the GPU's; default: what PyTorch finds."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default 1 on a CPU, PyTorch's own choice on a GPU."""
+    notices: Cloud = ""
+    """Whose metadata service tells when the machine will be interrupted; empty: none does."""
 
     @field_validator("control_url")
     @classmethod

@@ -16,13 +16,14 @@ from typing import Literal
 import httpx
 
 from app.protocol.errors import EchoError
-from app.protocol.node import Directives, Heartbeat, JoinAnswer, NodeState, Report
+from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, NodeState, Report
 from app.rollout_agent.assets import fetch_assets
 from app.rollout_agent.batch import TextSide
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.config import AgentSettings, RelayAddress
 from app.rollout_agent.delivery import Delivery, report_softly
 from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.installing import put_in_force
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.worker import Worker
@@ -66,6 +67,8 @@ class Node:
         self._worker: Worker | None = None
         self._draining = asyncio.Event()
         self._state = NodeState.JOINING
+        self._version: int | None = None
+        """Installed last. The engine's own is None while it is loaded again."""
         self.directives = joined.directives
         self.drain_reason = ""
 
@@ -104,13 +107,18 @@ class Node:
         """Work items to hand back."""
         return self._ledger.unfinished()
 
-    def heartbeat(self, now: float) -> Heartbeat:
-        """The node as it is."""
+    @property
+    def bytes_relayed(self) -> int | None:
+        """Snapshot payload bytes served to peers; None without a relay."""
+        return self._relay.bytes_served if self._relay is not None else None
+
+    def heartbeat(self, now: float, interruption: Interruption | None = None) -> Heartbeat:
+        """The node as it is, and what its machine was told."""
         meter = self._worker.meter if self._worker is not None else None
         rates = meter.rates if meter is not None else None
         puller = self._puller
         by_kind = puller.bytes_from if puller is not None else {}
-        relayed = self._relay.bytes_served if self._relay is not None else 0
+        relayed = self.bytes_relayed or 0
         current = puller.current if puller is not None else None
         return Heartbeat(
             state=self._state,
@@ -127,9 +135,12 @@ class Node:
                 "store": by_kind.get("store", 0),
             },
             bytes_relayed=relayed,
+            deltas_applied=puller.deltas_applied if puller is not None else 0,
+            bytes_saved=puller.bytes_saved if puller is not None else 0,
             upstream=(current.node_id or current.kind)[:200] if current is not None else "",
             progress=puller.progress if puller is not None else None,
             errors=dict(self._ledger.errors),
+            interruption=interruption,
         )
 
     async def close(self) -> None:
@@ -206,6 +217,7 @@ class Node:
             on_complete=self._install,
             on_lie=self._lied,
             on_stall=self._stalled,
+            on_refused=self._delta_refused,
             client=self._pull_http,
         )
 
@@ -218,7 +230,7 @@ class Node:
             max_upload_bytes=self._joined.max_upload_bytes,
             clock=self._clock,
         )
-        source = WorkSource(self._client, self._ledger, lambda: self._engine.version, clock=self._clock)
+        source = WorkSource(self._client, self._ledger, lambda: self._version, clock=self._clock)
         return Worker(
             self._client,
             self._engine,
@@ -244,18 +256,17 @@ class Node:
     async def _install(self, snapshot: Snapshot) -> None:
         """Install between two batches. A node that can't install even its first version ends."""
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._engine_pool, self._engine.install, snapshot.payload_path, snapshot.manifest, snapshot.version
+            mended = await asyncio.get_running_loop().run_in_executor(
+                self._engine_pool, put_in_force, self._engine, self._folder / "model", snapshot
             )
         except (EchoError, RuntimeError) as error:
-            detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
-            log.error("version %d could not be installed: %s", snapshot.version, detail)
-            report = Report(kind="engine_error", subject="install", version=snapshot.version, detail=detail[:1000])
-            await report_softly(self._client, report)
-            self._ledger.fault("install_failed", detail)
+            await self._not_installed(snapshot, error)
             if self._engine.version is None:
                 raise
             return
+        if mended is not None:
+            await self._not_installed(snapshot, mended)
+        self._version = snapshot.version
         log.info("installed version %d", snapshot.version)
         if self._worker is not None:
             self._worker.installed()
@@ -263,6 +274,18 @@ class Node:
             self._changed()
         else:
             self._set_state(NodeState.ACTIVE)
+
+    async def _not_installed(self, snapshot: Snapshot, error: EchoError | RuntimeError) -> None:
+        """Count and report a version that could not be put in force."""
+        detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
+        log.error("version %d could not be installed: %s", snapshot.version, detail)
+        report = Report(kind="engine_error", subject="install", version=snapshot.version, detail=detail[:1000])
+        await report_softly(self._client, report)
+        self._ledger.fault("install_failed", detail)
+
+    async def _delta_refused(self, source: Source, version: int, detail: str) -> None:
+        self._ledger.errors["delta_refused"] += 1
+        await self._report_upstream("delta_refused", source, version, detail)
 
     async def _lied(self, source: Source, version: int, detail: str) -> None:
         self._ledger.errors["upstream_lied"] += 1
@@ -273,7 +296,11 @@ class Node:
         await self._report_upstream("upstream_stalled", source, version, detail)
 
     async def _report_upstream(
-        self, kind: Literal["upstream_lied", "upstream_stalled"], source: Source, version: int, detail: str
+        self,
+        kind: Literal["upstream_lied", "upstream_stalled", "delta_refused"],
+        source: Source,
+        version: int,
+        detail: str,
     ) -> None:
         subject = (source.node_id or source.kind)[:200]
         known = version if version >= 0 else None

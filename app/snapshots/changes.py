@@ -27,8 +27,14 @@ class Changes:
         """Something changed: wake everybody."""
         with self._lock:
             self._count += 1
+            if not self._waiters:
+                return
             waiters, self._waiters = self._waiters, set()
+        here = asyncio._get_running_loop()
         for loop, future in waiters:
+            if loop is here:  # no need to wake it
+                _wake(future)
+                continue
             # A loop that was closed meanwhile has nobody left to wake.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_wake, future)

@@ -1,7 +1,7 @@
 """One plain HTTP/1.1 connection to a relay, made for long streams of leaves.
 
-Invariant: a body's bytes go from the kernel straight into the caller's buffer, and the process is woken per tens of
-kilobytes, not per packet. Everything read is bounded in size; silence longer than `silence_s` and whatever isn't
+Invariant: a body's bytes go from the kernel straight into the caller's buffer, and the process is woken per leaf, not
+per packet. Everything read is bounded in size; silence longer than `silence_s` and whatever isn't
 HTTP/1.1 raise Lost. A general client costs three to four times as much processor time here, and a node's processor
 belongs to its engine.
 """
@@ -17,7 +17,8 @@ CONNECT_S = 5.0
 MAX_HEAD_BYTES = 32 * 1024
 READ_BYTES = 8 * 1024
 """Read at once where headers are due: little, so that what follows them isn't copied."""
-WAKE_BYTES = 64 * 1024
+WAKE_BYTES = 128 * 1024
+"""Most that is waited for before the process is woken: a leaf of the usual size."""
 
 
 class Lost(Exception):
@@ -117,14 +118,22 @@ class Connection:
 
     async def read(self, into: memoryview, silence_s: float) -> int:
         """Fill a buffer from the body; fewer bytes than it holds only when the body ends before."""
+        return await self.read_some(into, len(into), silence_s)
+
+    async def read_some(self, into: memoryview, need: int, silence_s: float) -> int:
+        """Read at least `need` bytes of the body, and what is there beyond as far as it fits into the buffer.
+
+        Fewer only when the body ends before.
+        """
         got = 0
-        while got < len(into):
+        while got < need:
             if self._left == 0 and not await self._next_chunk(silence_s):
                 break
-            want = len(into) - got if self._left is None else min(len(into) - got, self._left)
-            count = self._take(into[got : got + want])
+            room = len(into) - got if self._left is None else min(len(into) - got, self._left)
+            count = self._take(into[got : got + room])
             if count == 0:
-                count = await self._receive(into[got : got + want], silence_s, low_water=min(want, WAKE_BYTES))
+                due = min(need - got, room, WAKE_BYTES)
+                count = await self._receive(into[got : got + room], silence_s, low_water=due)
                 if count == 0:
                     if self._left is not None:
                         raise Ended("the connection ended within an answer")

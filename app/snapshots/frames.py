@@ -15,6 +15,10 @@ from app.snapshots.manifest import Manifest
 HEADER = struct.Struct(">II")
 KEEP_ALIVE = HEADER.pack(0xFFFFFFFF, 0)
 """Sent by a relay that itself waits for its upstream: alive, but starved."""
+KEEP_ALIVES = 256
+"""So many may be within a stream; those that weren't needed come behind the last leaf, so that its length is known."""
+PADDING = KEEP_ALIVE * KEEP_ALIVES
+PADDING_BYTES = len(PADDING)
 
 
 class LeafParser:
@@ -75,3 +79,11 @@ def announces_leaf(manifest: Manifest, due: int, head: bytes) -> bool:
 def frame(n: int, leaf: bytes) -> bytes:
     """One leaf as a frame."""
     return HEADER.pack(n, len(leaf)) + leaf
+
+
+def stream_bytes(manifest: Manifest, first: int, end: int) -> int:
+    """Length of a stream of the leaves `first` … `end` − 1, with all the keep-alives that may be in it."""
+    if first >= end:
+        return PADDING_BYTES
+    payload = min(end * manifest.leaf_bytes, manifest.payload_bytes) - first * manifest.leaf_bytes
+    return (end - first) * HEADER.size + payload + PADDING_BYTES

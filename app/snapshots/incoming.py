@@ -18,7 +18,7 @@ from typing import Self
 from blake3 import blake3
 
 from app.protocol.errors import Conflict, IntegrityError
-from app.snapshots.files import PAYLOAD
+from app.snapshots.files import payload_name
 from app.snapshots.manifest import Manifest
 
 
@@ -35,7 +35,9 @@ class Snapshot:
 class Incoming:
     """A version that is arriving, leaf by leaf in order. Thread-safe; made by `SnapshotStore.begin` only.
 
-    `on_change` is called after every verified leaf and on closing, `on_complete(self)` once to put it into place.
+    `on_change` is called after every verified leaf and on closing, `on_complete(self)` once to put it into place; what
+    that returns is called when the download is closed, and gives the version. `whole`: when a delta arrives, the signed
+    document of the version that it leads to.
     """
 
     def __init__(
@@ -45,18 +47,21 @@ class Incoming:
         document: bytes,
         *,
         on_change: Callable[[], None],
-        on_complete: Callable[[Incoming], Snapshot],
+        on_complete: Callable[[Incoming], Callable[[], Snapshot]],
+        whole: bytes = b"",
     ) -> None:
         self.manifest = manifest
         self.document = document
+        self.whole = whole
         self.folder = folder
+        self.path = folder / payload_name(manifest.kind)
         self._on_change = on_change
         self._on_complete = on_complete
         self._lock = threading.RLock()
         self._hasher = blake3()
         self._have = 0
         self._closed = False
-        self._fd = os.open(folder / PAYLOAD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._resume()
 
     @property
@@ -105,7 +110,8 @@ class Incoming:
     def complete(self) -> Snapshot:
         """All leaves are here: check the whole hash, put it on disk for good and rename it into place. Blocks.
 
-        Raises Conflict when leaves are missing, IntegrityError when the whole hash differs (the download is removed).
+        A delta is applied then. Raises Conflict when leaves are missing, IntegrityError when the whole hash differs
+        (the download is removed) or the delta can't be applied.
         """
         with self._lock:
             self._check_open()
@@ -115,10 +121,11 @@ class Incoming:
                 self.discard()
                 raise IntegrityError(f"the payload of version {self.version} does not have the manifest's hash")
             os.fsync(self._fd)
-            snapshot = self._on_complete(self)
+            finish = self._on_complete(self)
             self._close()
         self._on_change()
-        return snapshot
+        # Not under the lock: applying a delta may take a minute, and `close` must not wait for it.
+        return finish()
 
     def close(self) -> None:
         """Give up for now: readers end, what was received stays on disk for resumption."""

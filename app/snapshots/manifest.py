@@ -1,4 +1,4 @@
-"""The manifest: what a snapshot consists of, signed by the job's key.
+"""The manifest: what a snapshot, or the delta that leads to it, consists of; signed by the job's key.
 
 Invariant: a Manifest that exists is consistent in itself (leaves cover the payload exactly, tensors lie inside it), and
 one that `verify` returns was signed by the given key for the given job. The signature covers the exact text that
@@ -27,6 +27,8 @@ MAX_LEAF_BYTES = 16 * 1024 * 1024
 MAX_CHUNK_BYTES = 1024 * 1024 * 1024
 LEAF_BYTES = 128 * 1024
 CHUNK_BYTES = 16 * 1024 * 1024
+MOST_LEAVES = 16 * 1024
+"""Payloads of more than that many leaves get larger ones: a manifest stays below about 2 MB."""
 SIGNED_PREFIX = b"echo2 snapshot manifest\n"
 """Put before the text that is signed: a signature of this key over anything else can't pass for a manifest."""
 DTYPE_BYTES = {"BF16": 2, "F32": 4}
@@ -58,15 +60,26 @@ class AssetEntry(Strict):
     blake3: Hash
 
 
+class DeltaOf(Strict):
+    """What a delta needs and what it gives: `version`'s payload, `result_bytes` long, out of `base`'s."""
+
+    base_blake3: Hash
+    result_bytes: int = Field(ge=1, le=2**50)
+    result_blake3: Hash
+
+
 class Manifest(Strict):
-    """What a version consists of. `leaf_hashes[n]` is blake3 of payload bytes n·leaf_bytes … (n+1)·leaf_bytes."""
+    """What a version consists of, or (kind `delta`) what leads to it from version `base`.
+
+    `leaf_hashes[n]` is blake3 of payload bytes n·leaf_bytes … (n+1)·leaf_bytes. A delta's payload is the delta itself.
+    """
 
     format: Literal[1] = 1
     job_id: str = Field(min_length=1, max_length=200)
     version: int = Field(ge=0, le=MAX_VERSION)
-    kind: Literal["full"] = "full"
+    kind: Literal["full", "delta"] = "full"
     base: int | None = Field(default=None, ge=0, le=MAX_VERSION)
-    codec: Literal["safetensors"] = "safetensors"
+    codec: Literal["safetensors", "delta"] = "safetensors"
     payload_bytes: int = Field(ge=1, le=2**50)
     payload_blake3: Hash
     leaf_bytes: int = Field(default=LEAF_BYTES, ge=1, le=MAX_LEAF_BYTES)
@@ -75,11 +88,22 @@ class Manifest(Strict):
     tensors: list[TensorEntry]
     assets: list[AssetEntry] = Field(default_factory=list)
     created_at: AwareDatetime
+    delta: DeltaOf | None = None
+    """Of a delta only; a full manifest's text doesn't have the field."""
+
+    @model_validator(mode="after")
+    def _kind(self) -> Self:
+        if self.kind == "full" and (self.base is not None or self.delta or self.codec != "safetensors"):
+            raise ValueError("a full snapshot has no base, no delta and the codec safetensors")
+        if self.kind == "delta":
+            if self.base is None or self.delta is None or self.codec != "delta" or self.tensors or self.assets:
+                raise ValueError("a delta has a base, the codec delta, what it gives, and neither tensors nor assets")
+            if self.base >= self.version:
+                raise ValueError("a delta's base must be an older version")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.base is not None:
-            raise ValueError("base must be null for a full snapshot")
         if self.chunk_bytes % self.leaf_bytes:
             raise ValueError("chunk_bytes must be a multiple of leaf_bytes")
         if len(self.leaf_hashes) != -(-self.payload_bytes // self.leaf_bytes):
@@ -110,6 +134,17 @@ class Manifest(Strict):
     def leaf_size(self, n: int) -> int:
         """Bytes of leaf n: `leaf_bytes`, fewer for the last one."""
         return min(self.leaf_bytes, self.payload_bytes - n * self.leaf_bytes)
+
+
+def leaf_bytes_for(payload_bytes: int, at_least: int, at_most: int) -> int:
+    """The size of the leaves of a payload: `at_least`, doubled while there would be more than MOST_LEAVES.
+
+    `at_most`, the chunk, must be a multiple of the result; it bounds it, and so does MAX_LEAF_BYTES.
+    """
+    size = at_least
+    while payload_bytes > size * MOST_LEAVES and size * 2 <= min(at_most, MAX_LEAF_BYTES) and at_most % (size * 2) == 0:
+        size *= 2
+    return size
 
 
 class _Document(Strict):
@@ -146,7 +181,7 @@ def public_hex(key: Ed25519PrivateKey) -> str:
 
 def sign(manifest: Manifest, key: Ed25519PrivateKey) -> bytes:
     """The signed document: {"manifest": the exact JSON text, "signature": hex}."""
-    text = manifest.model_dump_json()
+    text = manifest.model_dump_json(exclude={"delta"} if manifest.delta is None else None)
     signature = key.sign(SIGNED_PREFIX + text.encode()).hex()
     return _Document(manifest=text, signature=signature).model_dump_json().encode()
 

@@ -2,13 +2,15 @@
 
 Invariant: every leaf is verified before it is kept, so changing the source costs nothing but the leaf in transit; the
 download goes on at the leaf where it stopped. A source that lied is asked again for the same version only when no other
-could give it. The download never waits for an installation.
+could give it; a single wrong leaf is fetched elsewhere while the stream goes on. The download never waits for an
+installation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Literal
@@ -17,6 +19,7 @@ import httpx
 
 from app.protocol.errors import Conflict, IntegrityError
 from app.protocol.node import BroadcastProgress
+from app.snapshots.choice import LIES_FORGIVEN, following, patience, repairers
 from app.snapshots.connection import Connection, Lost
 from app.snapshots.incoming import Incoming, Snapshot
 from app.snapshots.store import SnapshotStore
@@ -46,8 +49,9 @@ class Puller:
 
     `sources` gives the upstreams in order of preference, `target` the newest published version as far as known.
     `on_complete` gets the newest complete version; while it works further ones may arrive, and those between are not
-    handed out. It isn't called for what was in the store already. `on_lie` and `on_stall` run beside the download. What
-    any of these raise ends `run()`, as do a full disk and a manifest whose hashes contradict each other.
+    handed out. It isn't called for what was in the store already. `on_lie`, `on_stall` and `on_refused` (a delta that
+    could not be applied) run beside the download. What any of these raise ends `run()`, as do a full disk and a
+    manifest whose hashes contradict each other.
 
     Times are seconds. `stall_s`: silence after which a source is left; `starve_s`: time without a whole leaf after
     which even one that says it is alive is left; `retry_s`: pause after all sources failed.
@@ -69,18 +73,26 @@ class Puller:
         starve_s: float = 60.0,
         retry_s: float = 0.5,
         on_stall: Notice | None = None,
+        on_refused: Notice | None = None,
     ) -> None:
         self.current: Source | None = None
         """The source that is being pulled from or waited on."""
         self.bytes_from: dict[str, int] = {}
         """Verified payload bytes by kind of source."""
+        self.deltas_applied = 0
+        self.bytes_saved = 0
+        """What the versions have more that came as deltas than the deltas had."""
         self._store = store
         self._sources = sources
         self._target = target
         self._on_complete = on_complete
         self._on_lie = on_lie
         self._on_stall = on_stall
+        self._on_refused = on_refused
+        self._whole_only = False
+        """After a delta could not be used: name no base, until a version has come."""
         self._wire = Wire(client, token=token, stall_s=stall_s, fetch_urls=fetch_urls)
+        self._stall_s = stall_s
         self._announce_grace_s = announce_grace_s
         self._starve_s = starve_s
         self._retry_s = retry_s
@@ -122,11 +134,21 @@ class Puller:
                 continue
             source, self._incoming, following = announced
             snapshot = await self._pull(source, self._incoming, following)
+            self._count(self._incoming, snapshot)
             self._incoming = None
             if snapshot is None:
                 await asyncio.sleep(self._retry_s)
             else:
                 self._fresh.set()
+
+    def _count(self, incoming: Incoming, snapshot: Snapshot | None) -> None:
+        """A version that is here can be the base of the next; what its delta saved is counted."""
+        if snapshot is None:
+            return
+        self._whole_only = False
+        if incoming.manifest.kind == "delta":
+            self.deltas_applied += 1
+            self.bytes_saved += snapshot.manifest.payload_bytes - incoming.manifest.payload_bytes
 
     async def _install_newest(self) -> None:
         while True:
@@ -143,29 +165,44 @@ class Puller:
     async def _announcement(self) -> tuple[Source, Incoming, Announced] | None:
         """Ask the sources in turn for a version newer than ours; None: begin again (after the pause if all failed)."""
         sources = tuple(self._sources())
+        quiet = False
         for source in sources:
+            if quiet and source.kind != "learner":
+                continue
             self.current = source
-            answer = await self._ask(source, sources)
+            answer = await self._ask(source, sources, 0.0 if quiet else POLL_WAIT_S)
             if answer == "again":
                 return None
+            # Two peers may be waiting for each other: after a long poll without news look at the learner, too.
+            quiet = quiet or answer == "quiet"
             if isinstance(answer, Announced):
                 try:
-                    return source, await asyncio.to_thread(self._store.begin, answer.document), answer
+                    return source, await asyncio.to_thread(self._begin, answer), answer
                 except (IntegrityError, Conflict) as error:
                     answer.close()
+                    # Who offers a delta of a base that wasn't named to it may do so again.
+                    self._whole_only = self._whole_only or bool(answer.delta)
                     self._lied(source, UNKNOWN_VERSION, error.detail)
-        await asyncio.sleep(self._retry_s)
+        if not quiet:
+            await asyncio.sleep(self._retry_s)
         return None
 
-    async def _ask(self, source: Source, sources: tuple[Source, ...]) -> Announced | Literal["next", "again"]:
+    def _begin(self, announced: Announced) -> Incoming:
+        if announced.delta:
+            return self._store.begin_delta(announced.delta, announced.document)
+        return self._store.begin(announced.document)
+
+    async def _ask(
+        self, source: Source, sources: tuple[Source, ...], wait_s: float
+    ) -> Announced | Literal["next", "again", "quiet"]:
         have = self._have()
         try:
             if source.kind == "store":
                 target = self._target()
                 if target is None or target <= have:
                     return "next"
-                return Announced(await self._wire.stored_document(target))
-            return await self._wait_for_relay(source, sources, have)
+                return await self._wire.stored_step(target, have, self._held())
+            return await self._wait_for_relay(source, sources, have, wait_s)
         except Lost as error:
             log.info("%s announces nothing: %s", source.label, error)
         except IntegrityError as error:
@@ -173,12 +210,12 @@ class Puller:
         return "next"
 
     async def _wait_for_relay(
-        self, source: Source, sources: tuple[Source, ...], have: int
-    ) -> Announced | Literal["next", "again"]:
+        self, source: Source, sources: tuple[Source, ...], have: int, wait_s: float
+    ) -> Announced | Literal["next", "again", "quiet"]:
         """One long poll, given up when the list changes or a newer version should long have been announced."""
         loop = asyncio.get_running_loop()
         started, behind_since = loop.time(), None
-        poll = asyncio.create_task(self._wire.poll(source, have, POLL_WAIT_S))
+        poll = asyncio.create_task(self._wire.poll(source, have, wait_s, self._held()))
         try:
             while not (await asyncio.wait({poll}, timeout=TICK_S))[0]:
                 now = loop.time()
@@ -196,22 +233,27 @@ class Puller:
         finally:
             if poll.cancel():
                 await asyncio.wait({poll}, timeout=TICK_S)
-        if announced is None:
-            return "next" if loop.time() - started < SHORT_POLL_S else "again"
-        return announced
+        if announced is not None:
+            return announced
+        if loop.time() - started < SHORT_POLL_S:
+            return "next"
+        return "quiet"
 
     async def _pull(self, source: Source, incoming: Incoming, announced: Announced) -> Snapshot | None:
         """Fetch the leaves that are missing from `source`, then from the others; None when none could give them."""
         tried: set[Source] = set()
+        lies: Counter[Source] = Counter()
         stream = announced.stream
         if incoming.have:  # resumed: what follows the document begins at leaf 0
             announced.close()
             stream = None
         while incoming.have < incoming.manifest.leaves:
             self.current = source
+            lied = False
             try:
-                await self._fetch(source, incoming, stream)
+                await self._fetch(source, incoming, stream, tried, lies)
             except IntegrityError as error:
+                lied = True
                 self._lied(source, incoming.version, error.detail)
             except Lost as error:
                 if incoming.have == incoming.manifest.leaves:
@@ -221,35 +263,82 @@ class Puller:
                     self._notice(self._on_stall(source, incoming.version, str(error)))
             tried.add(source)
             stream = None
-            following = next((s for s in self._sources() if s not in tried), None)
-            if following is None:
+            after = following(self._sources(), tried, lied=lied)
+            if after is None:
                 break
-            source = following
+            source = after
         if incoming.have < incoming.manifest.leaves:
             return None
-        return await asyncio.to_thread(incoming.complete)
+        try:
+            return await asyncio.to_thread(incoming.complete)
+        except IntegrityError as error:
+            if incoming.manifest.kind == "full":
+                raise
+            self._refused(source, incoming.version, error.detail)
+            return None
 
-    async def _fetch(self, source: Source, incoming: Incoming, stream: Connection | None) -> None:
+    def _refused(self, source: Source, version: int, detail: str) -> None:
+        """A delta that came as it was signed can't be applied: take the version whole."""
+        log.warning("the delta of v%d can't be applied: %s", version, detail)
+        self._whole_only = True
+        if self._on_refused is not None:
+            self._notice(self._on_refused(source, version, detail))
+
+    async def _fetch(
+        self,
+        source: Source,
+        incoming: Incoming,
+        stream: Connection | None,
+        tried: set[Source],
+        lies: Counter[Source],
+    ) -> None:
         """Leaves from one source until the last, `stream` being where they come already. Lost or IntegrityError."""
         manifest, loop = incoming.manifest, asyncio.get_running_loop()
         if source.kind == "store":
             leaves = self._wire.stored_leaves(manifest, incoming.have)
         else:
             leaves = self._wire.relay_leaves(source, manifest, incoming.have, stream)
-        inline = manifest.leaf_bytes <= INLINE_LEAF_BYTES
+        starve_s = patience(self._starve_s, self._stall_s, moved=bool(tried))
         try:
-            async with asyncio.timeout(self._starve_s) as limit, aclosing(leaves) as arriving:
+            async with asyncio.timeout(starve_s) as limit, aclosing(leaves) as arriving:
                 async for n, leaf in arriving:
-                    if inline:
-                        incoming.write_leaf(n, leaf)
-                    else:
-                        await asyncio.to_thread(incoming.write_leaf, n, leaf)
-                    self.bytes_from[source.kind] = self.bytes_from.get(source.kind, 0) + len(leaf)
+                    try:
+                        await self._write(source, incoming, n, leaf)
+                    except IntegrityError as error:
+                        lies[source] += 1
+                        if lies[source] > LIES_FORGIVEN or not await self._repair(source, incoming, n, tried):
+                            raise
+                        self._lied(source, incoming.version, error.detail)
                     last = incoming.have == manifest.leaves
                     # Reading on to the stream's end keeps the connection for the next version, if it comes at once.
-                    limit.reschedule(loop.time() + (STREAM_END_S if last else self._starve_s))
+                    limit.reschedule(loop.time() + (STREAM_END_S if last else starve_s))
         except TimeoutError as error:
-            raise Lost(f"no leaf for {self._starve_s:g} s") from error
+            raise Lost(f"no leaf for {starve_s:g} s") from error
+
+    async def _write(self, source: Source, incoming: Incoming, n: int, leaf: bytes | memoryview) -> None:
+        if len(leaf) <= INLINE_LEAF_BYTES:
+            incoming.write_leaf(n, leaf)
+        else:
+            await asyncio.to_thread(incoming.write_leaf, n, leaf)
+        self.bytes_from[source.kind] = self.bytes_from.get(source.kind, 0) + len(leaf)
+
+    async def _repair(self, liar: Source, incoming: Incoming, n: int, tried: set[Source]) -> bool:
+        """Fetch one leaf elsewhere that `liar` got wrong; its stream waits meanwhile. False: nobody had it right."""
+        for other in repairers(self._sources(), liar, tried):
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await self._write(other, incoming, n, await self._wire.one_leaf(other, incoming.manifest, n))
+                log.info("leaf %d of v%d comes from %s instead of %s", n, incoming.version, other.label, liar.label)
+                return True
+            except (Lost, TimeoutError) as error:
+                log.info("%s has no leaf %d of v%d: %s", other.label, n, incoming.version, error or "too late")
+            except IntegrityError as error:
+                self._lied(other, incoming.version, error.detail)
+        return False
+
+    def _held(self) -> list[int]:
+        """Versions that may be the base of a delta."""
+        return [] if self._whole_only else self._store.versions
 
     def _have(self) -> int:
         latest = self._store.latest()

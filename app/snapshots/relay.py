@@ -13,6 +13,7 @@ import logging
 import math
 import socket
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import uvicorn
@@ -23,13 +24,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, Unauthorized, Unavailable
-from app.snapshots.frames import KEEP_ALIVE, frame
+from app.snapshots.frames import KEEP_ALIVE, KEEP_ALIVES, frame, stream_bytes
 from app.snapshots.incoming import Reader
 from app.snapshots.manifest import MAX_VERSION
 from app.snapshots.pacer import HEADROOM, PACKETS, Pacer, Shares
-from app.snapshots.server import Server, socket_keeper
+from app.snapshots.server import Server, transport_keeper
 from app.snapshots.store import SnapshotStore
-from app.snapshots.upstream import DOCUMENT_SIZE, FOLLOW
+from app.snapshots.upstream import BASES, DELTA_SIZE, DOCUMENT_SIZE, FOLLOW, MAX_BASES
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ SEND_TIMEOUT_S = 120.0
 """A child that takes nothing at all for so long is cut off: an open stream holds a version on disk."""
 INLINE_LEAF_BYTES = 1024 * 1024
 """Leaves up to this size are read in the event loop; larger ones in a thread."""
+LEAVES_A_TURN = 8
+"""Sent at most before the rest of the process has its turn. One would not do: on a busy machine turns are rare, and as
+many must go out in one as came in meanwhile, or the next hop starves beside a full disk."""
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 
@@ -62,7 +66,7 @@ class Relay:
         self._host = host
         self._pacer = Pacer(None if uplink_bytes_per_s is None else uplink_bytes_per_s * HEADROOM / PACKETS)
         self._shares = Shares(uplink_bytes_per_s)
-        self._connections: dict[object, socket.socket] = {}
+        self._connections: dict[object, asyncio.Transport] = {}
         self._stopping = False
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -84,7 +88,7 @@ class Relay:
         self._server = Server(
             uvicorn.Config(
                 self._app(),
-                http=socket_keeper(self._connections),
+                http=transport_keeper(self._connections),
                 lifespan="off",
                 ws="none",
                 access_log=False,
@@ -155,13 +159,15 @@ class Relay:
             routes=[
                 Route("/snapshots/next", self._next, methods=["GET"]),
                 Route("/snapshots/{version}/stream", self._stream, methods=["GET"]),
+                Route("/snapshots/{version}/delta", self._delta, methods=["GET"]),
             ],
             exception_handlers={EchoError: _problem},
         )
 
     async def _next(self, request: Request) -> Response:
-        """Long poll for the newest version after `after` of which at least the manifest is here."""
+        """Long poll for the next step to the newest version after `after` that can be reached with what is here."""
         self._authorise(request)
+        held = _bases(request.headers.get(BASES, ""))
         after = _whole(request.query_params.get("after", "-1"), "after", -1)
         wait_s = _seconds(request.query_params.get("wait_s", "0"))
         loop = asyncio.get_running_loop()
@@ -169,13 +175,16 @@ class Relay:
         changes = self._store.changes
         while True:
             seen = changes.count
-            found = self._store.newest_after(after)
+            found = self._store.announce(after, held)
             if found is not None:
-                version, document = found
-                reader = self._store.open(version) if request.headers.get(FOLLOW) == "1" else None
-                if reader is not None:
-                    return _Stream(self, reader, 0, document)
-                return Response(document, media_type="application/json", headers={"Echo2-Version": str(version)})
+                document, headers = found.document + found.delta, {"Echo2-Version": str(found.version)}
+                if found.delta:
+                    headers[DELTA_SIZE] = str(len(found.delta))
+                if request.headers.get(FOLLOW) == "1":
+                    reader = (self._store.open_delta if found.delta else self._store.open)(found.version)
+                    if reader is not None:
+                        return _Stream(self, reader, 0, document, headers)
+                return Response(document, media_type="application/json", headers=headers)
             left = deadline - loop.time()
             if left <= 0 or self._stopping or await request.is_disconnected():
                 return Response(status_code=204)
@@ -188,18 +197,28 @@ class Relay:
         reader = self._store.open(version)
         if reader is None:
             raise NotFound(f"version {version} is not here")
-        return _Stream(self, reader, first)
+        return _Stream(self, reader, first, count=_count(request))
+
+    async def _delta(self, request: Request) -> Response:
+        self._authorise(request)
+        version = _whole(request.path_params["version"], "version", 0)
+        first = _whole(request.query_params.get("from_leaf", "0"), "from_leaf", 0)
+        reader = self._store.open_delta(version)
+        if reader is None:
+            raise NotFound(f"the delta of version {version} is not here")
+        return _Stream(self, reader, first, count=_count(request))
 
     async def _send_leaves(
-        self, reader: Reader, first: int, send: Send, gone: asyncio.Future[None], paced: bool
-    ) -> None:
-        """Frames from leaf `first` on; returns after the last leaf, or early when no more will come."""
+        self, reader: Reader, first: int, end: int, send: Send, gone: asyncio.Future[None], paced: bool
+    ) -> bool:
+        """Frames of the leaves `first` … `end` − 1. True after the padding; False when no more will come."""
         loop = asyncio.get_running_loop()
         changes = self._store.changes
-        n, leaves = first, reader.manifest.leaves
+        n = first
         keep_alive_at = loop.time() + KEEP_ALIVE_S
         send_at: float | None = None
-        while n < leaves and not self._stopping and not gone.done():
+        alive = 0
+        while n < end and not self._stopping and not gone.done():
             seen, over = changes.count, reader.over
             now = loop.time()
             ready = n < reader.ready
@@ -209,17 +228,23 @@ class Relay:
                 await _send_body(send, frame(n, await _read(reader, n)))
                 self.bytes_served += reader.manifest.leaf_size(n)
                 n, send_at = n + 1, None
-                await asyncio.sleep(0)  # while the socket takes all, nothing else would have its turn
+                if n % LEAVES_A_TURN == 0:
+                    await asyncio.sleep(0)  # while the socket takes all, nothing else would have its turn
                 keep_alive_at = loop.time() + KEEP_ALIVE_S
-            elif not ready and over:
-                return
+            elif (not ready and over) or alive == KEEP_ALIVES:
+                return False
             elif now >= keep_alive_at:
                 await _send_body(send, KEEP_ALIVE)
+                alive += 1
                 keep_alive_at = loop.time() + KEEP_ALIVE_S
             elif send_at is not None:
                 await asyncio.sleep(min(send_at, keep_alive_at) - now)
             else:
                 await changes.wait(seen, keep_alive_at - now)
+        if n < end:
+            return False
+        await _send_body(send, KEEP_ALIVE * (KEEP_ALIVES - alive))
+        return True
 
     def _authorise(self, request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -228,14 +253,27 @@ class Relay:
 
 
 class _Stream(Response):
-    """Leaves from `first` on, after `document` if there is one. Written as an ASGI response so that the reader is
-    closed in every case."""
+    """Leaves from `first` on, all or `count` of them, after `document` if there is one.
+
+    Written as an ASGI response so that the reader is closed in every case.
+    """
 
     media_type = "application/octet-stream"
 
-    def __init__(self, relay: Relay, reader: Reader, first: int, document: bytes = b"") -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "Echo2-Version": str(reader.manifest.version)})
-        del self.headers["content-length"]
+    def __init__(
+        self,
+        relay: Relay,
+        reader: Reader,
+        first: int,
+        document: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        count: int | None = None,
+    ) -> None:
+        version = str(reader.manifest.version)
+        self._end = reader.manifest.leaves if count is None else min(first + count, reader.manifest.leaves)
+        super().__init__(headers={"Cache-Control": "no-store", "Echo2-Version": version, **(headers or {})})
+        self.headers["content-length"] = str(len(document) + stream_bytes(reader.manifest, first, self._end))
         if document:
             self.headers[DOCUMENT_SIZE] = str(len(document))
         self._document = document
@@ -245,14 +283,20 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
+        transport = self._relay._connections.get(scope.get("client"))
+        sock = None if transport is None else transport.get_extra_info("socket")
         try:
-            sock = self._relay._connections.get(scope.get("client"))
             with self._reader, self._relay._shares.of(sock, origin=self._reader.over) as paced:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 if self._document:
                     await _send_body(send, self._document)
-                await self._relay._send_leaves(self._reader, self._first, send, gone, paced)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                whole = await self._relay._send_leaves(self._reader, self._first, self._end, send, gone, paced)
+            if whole:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            elif transport is not None:
+                # What was sent goes out, then the connection ends, and the child turns elsewhere.
+                transport.close()
+                await asyncio.wait({gone}, timeout=STOP_TIMEOUT_S)
         except (TimeoutError, IntegrityError) as error:
             # The response stays unfinished: the server drops the connection and the child turns elsewhere.
             log.warning("stream of v%d broken off: %s", self._reader.manifest.version, error or "child takes nothing")
@@ -282,11 +326,25 @@ async def _problem(request: Request, error: Exception) -> Response:
     return JSONResponse(body, status_code=error.status, media_type="application/problem+json")
 
 
+def _bases(text: str) -> list[int]:
+    """The versions in the header of one who asks."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if len(parts) > MAX_BASES:
+        raise BadInput(f"{BASES} names {len(parts)} versions, at most {MAX_BASES} may be")
+    return [_whole(part, BASES, 0) for part in parts]
+
+
 def _whole(text: str, name: str, low: int) -> int:
     digits = text.removeprefix("-")
     if digits.isascii() and digits.isdigit() and len(digits) <= 10 and low <= int(text) <= MAX_VERSION:
         return int(text)
     raise BadInput(f"{name} must be a whole number {low}…{MAX_VERSION}")
+
+
+def _count(request: Request) -> int | None:
+    """How many leaves are asked for; None: all."""
+    text = request.query_params.get("leaves")
+    return None if text is None else _whole(text, "leaves", 1)
 
 
 def _seconds(text: str) -> float:

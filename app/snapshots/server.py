@@ -1,6 +1,6 @@
-"""uvicorn inside somebody else's process, with its connections' sockets at hand.
+"""uvicorn inside somebody else's process, with its connections' transports at hand.
 
-Invariant: `sockets` holds the socket of every open connection under the address of its client, as requests name it.
+Invariant: `transports` holds every open connection's under the address of its client, as requests name it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 
-def socket_keeper(sockets: dict[object, socket.socket]) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, which also keeps the sockets by the address of their clients."""
+def transport_keeper(transports: dict[object, asyncio.Transport]) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol, which also keeps the transports by the address of their clients."""
 
     class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            sockets[self.client] = transport.get_extra_info("socket")
+            transports[self.client] = transport
 
         def connection_lost(self, exc: Exception | None) -> None:
-            sockets.pop(self.client, None)
+            transports.pop(self.client, None)
             super().connection_lost(exc)
 
     return Protocol

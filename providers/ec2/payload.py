@@ -20,6 +20,8 @@ from .parse import LABEL_TAG, MAX_PORTS, PORTS_TAG, Unreadable, pool_of
 MAX_USER_DATA = 16_384
 MAX_TAG = 256
 LOG = "/var/log/echo2.log"
+TOLD_BY = {"ECHO2_NOTICES": "ec2"}
+"""The node asks EC2's metadata service when its machine will be interrupted."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TAGGED = ("instance", "volume", "spot-instances-request")
 
@@ -34,7 +36,8 @@ def user_data(spec: RentSpec) -> str:
 
     When it ends, well or not, the machine shuts down, which terminates it: an idle one would go on costing.
     """
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(spec.env.items()))
+    env = {**TOLD_BY, **spec.env}
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(env.items()))
     return (
         f"#!/bin/bash\nexec > >(tee -a {LOG} /dev/console) 2>&1\nexport HOME=/root\ncd /root\n{exports}"
         f'bash -c {shlex.quote(spec.onstart)}\necho "onstart ended with status $?"\nshutdown -h now\n'

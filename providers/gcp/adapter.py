@@ -103,6 +103,7 @@ class Gcp:
             idempotency_key=True,
             list_page=500,
             prepaid=False,
+            pulls_image=False,
             spot_billing=Billing.SPOT_MARKET,
         )
 

@@ -24,6 +24,8 @@ _NAMESPACE = uuid.UUID("6f3a1c1e-6f0c-5d7e-9a55-1f2d3c4b5a69")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ZONE = re.compile(r"[a-z]+(?:-[a-z0-9]+)+-[a-z]")
 _TYPE = re.compile(r"[a-z0-9-]{1,63}")
+TOLD_BY = {"ECHO2_NOTICES": "gce"}
+"""The node asks Google's metadata server whether its machine is preempted."""
 _META = "http://metadata.google.internal/computeMetadata/v1/instance/network-interfaces/0/access-configs/0/external-ip"
 
 
@@ -74,7 +76,7 @@ def script(spec: RentSpec) -> str:
     if spec.ports:
         lines.append(f"PUBLIC_IPADDR=\"$(curl -sf -m 5 -H 'Metadata-Flavor: Google' {_META})\"")
         lines += ["export PUBLIC_IPADDR", *(f"export VAST_TCP_PORT_{port}={port}" for port in spec.ports)]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in {**TOLD_BY, **spec.env}.items()]
     return "\n".join([*lines, spec.onstart, ""])
 
 

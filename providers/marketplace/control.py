@@ -15,6 +15,7 @@ from .config import ConfigError, to_micros
 from .faults import Faults
 from .gate import Requests
 from .host import Host
+from .increases import announce
 from .refusals import Refused, invalid_args
 from .views import Machine, dollars
 
@@ -78,6 +79,21 @@ async def price(request: Request) -> Response:
 
     market.reprice(machines, change)
     return JSONResponse({"success": True, "machines": [m.spec.machine_id for m in machines]})
+
+
+@router.post("/machines/{machine_id}/increase")
+async def increase(request: Request, machine_id: int) -> Response:
+    """The host wants `dph_base` dollars per hour of whoever rents its machine on demand."""
+    market = require_owner(request)
+    machine = _selected(list(market.machines.values()), {"machine_id": machine_id})[0]
+    tenant = market.contracts.get(machine.tenant) if machine.tenant is not None else None
+    if tenant is None or not tenant.live or tenant.is_bid:
+        raise Refused(404, "no_such_instance", f"nobody rents machine {machine_id} on demand")
+    try:
+        rate = to_micros((await json_object(request)).get("dph_base"), "dph_base")
+    except ConfigError as error:
+        raise invalid_args(str(error)) from error
+    return JSONResponse({"success": True, "pending_price_increase_id": announce(market, tenant, rate)})
 
 
 @router.post("/machines/{machine_id}/kill")

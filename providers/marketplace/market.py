@@ -45,6 +45,8 @@ class Market:
         self._next_contract: int = meta["contract"]
         self.contracts = {number: contracts.load(raw) for number, raw in store.load("contract").items()}
         self.links: dict[int, Link] = {}
+        self.increases: dict[int, tuple[int, int]] = {}
+        """Pending price increases: number → contract, micro-dollars per hour. They die with the contracts."""
         prices = store.load("machine")
         self.machines = {spec.machine_id: self._machine(spec, prices.get(spec.machine_id)) for spec in machines}
         self._dirty: set[int] = set()

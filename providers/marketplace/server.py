@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from . import api, control
+from . import api, control, increases
 from .clock import NS, Clock, SystemClock
 from .config import ConfigError, MarketConfig, load_machines
 from .faults import Faults
@@ -76,6 +76,8 @@ def create_app(config: MarketConfig, clock: Clock | None = None) -> FastAPI:
     app.state.faults, app.state.requests, app.state.results = Faults(), Requests(), {}
     app.state.on_failure = lambda: None
     app.add_exception_handler(Refused, _refused)
+    # Before the paths that take a number where these have a word.
+    app.include_router(increases.router)
     app.include_router(api.router)
     if config.control_enabled:
         app.include_router(control.router)

@@ -94,7 +94,10 @@ class Static:
     @property
     def caps(self) -> Caps:
         """A fixed price, no bids, no bill. The label is the key under which an instance is made once."""
-        return Caps(spot=False, change_bid=False, bandwidth_billed=False, idempotency_key=True, prepaid=False)
+        return Caps(
+            spot=False, change_bid=False, bandwidth_billed=False, idempotency_key=True, prepaid=False,
+            pulls_image=False,
+        )  # fmt: skip
 
     async def _run(self, call: str, machine: Machine, script: str) -> str | ssh.Failed:
         async with self._slots:

@@ -10,6 +10,7 @@ import asyncio
 import builtins
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -29,6 +30,7 @@ from providers.base import (
     Offer,
     OfferGone,
     OfferQuery,
+    PriceIncrease,
     ProviderError,
     RateLimited,
     RentResult,
@@ -67,15 +69,17 @@ class VastAI:
     def __init__(
         self, name: str = "vastai", base_url: str = BASE_URL, api_key: str = "", *,
         transport: httpx.AsyncBaseTransport | None = None, clock: Callable[[], datetime] = _utc_now,
-        interval_scale: float = 1.0, verified_only: bool = True, on_request: OnRequest | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        interval_scale: float = 1.0, verified_only: bool = True, pulls_image: bool = True,
+        on_request: OnRequest | None = None, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._name = name
         self._base_url = base_url
         self._clock = clock
         self._sleep = sleep
         self._verified_only = verified_only
-        intervals = Intervals(interval_scale, sleep=sleep)
+        self._pulls_image = pulls_image
+        intervals = Intervals(interval_scale, monotonic, sleep)
         self._http = Http(name, base_url, api_key, transport, intervals, lambda: clock().timestamp(), on_request)
         self._lane = asyncio.Lock()
         self._cooldown = timedelta(seconds=COOLDOWN_S * interval_scale)
@@ -92,7 +96,7 @@ class VastAI:
     @property
     def caps(self) -> Caps:
         """Interruptible by own bid, bids can change, traffic is billed, no notice, no idempotency key."""
-        return Caps(spot=True, change_bid=True, bandwidth_billed=True, list_page=PAGE)
+        return Caps(spot=True, change_bid=True, bandwidth_billed=True, list_page=PAGE, pulls_image=self._pulls_image)
 
     def _taken(self, offer: Offer) -> bool:
         """Whether we asked for the machine after, or shortly before, the offer was seen."""
@@ -147,6 +151,9 @@ class VastAI:
         self._asked[offer.machine_id] = self._clock()
         try:
             response = await self._http.send("create", "PUT", f"/api/v0/asks/{offer.offer_id}/", body=body)
+        except RateLimited as error:
+            del self._asked[offer.machine_id]
+            result = self._refused(error)
         except NOT_SENT as error:
             del self._asked[offer.machine_id]
             result = self._refused(Transient(f"create was not sent: {error}", provider=self._name))
@@ -232,6 +239,19 @@ class VastAI:
         check_bid(bid_micros_h, 4)
         body = {"client_id": "me", "price": parse.dollars(bid_micros_h)}
         await self._http.json("bid", "PUT", f"/api/v0/instances/bid_price/{int(instance_id)}/", body=body)
+
+    async def price_increases(self) -> Sequence[PriceIncrease]:
+        """What hosts want more for machines of ours, and wait for an answer."""
+        answer = await self._http.json("increases", "GET", "/api/v0/instances/pending-price-increases/")
+        rows = answer.get("pending_price_increases")
+        if not isinstance(rows, list):
+            raise self._malformed("price increases: no list", answer)
+        return parse.increases(rows, self._name)
+
+    async def accept_increase(self, increase_id: str) -> None:
+        """Agree. BadRequest if it does not wait for an answer any more."""
+        body = {"pending_price_increase_id": int(increase_id)}
+        await self._http.json("accept", "PUT", "/api/v0/instances/accept-price-increase/", body=body)
 
     async def logs(self, instance_id: str, tail: int) -> str:
         """The last `tail` lines; "" when they did not become ready within nine seconds."""

@@ -56,7 +56,9 @@ class Http:
         self, call: str, method: str, path: str, *,
         body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None,
     ) -> httpx.Response:  # fmt: skip
-        """One request; raises httpx.TransportError."""
+        """One request; raises httpx.TransportError, or RateLimited unsent while a 429 keeps the call away for long."""
+        if held := self._intervals.held_s(call):
+            raise RateLimited(f"{call}: {self._name} said to wait", wait_s=held, provider=self._name)
         await self._intervals.wait(call)
         headers = {"Authorization": f"Bearer {self._key}", "Accept": "application/json"}
         return self._veiled(await self.client.request(method, path, json=body, params=params, headers=headers))

@@ -1,6 +1,7 @@
 """Minimum intervals between calls, per endpoint.
 
-Invariant: two calls of one kind start at least their interval apart; a 429 pushes the next one further out.
+Invariant: two calls of one kind start at least their interval apart; a 429 pushes the next one further out, and nobody
+sleeps through a long one: the call is refused here instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ INTERVALS_S = {
     "charges": 1.0,
 }  # fmt: skip
 """vast.ai's published thresholds in seconds; calls without one get a second."""
+LONG_WAIT_S = 30.0
+"""A daily quota may ask for hours: what must wait longer than this is not sent at all."""
 
 
 class Intervals:
@@ -29,6 +32,12 @@ class Intervals:
         self._clock = clock
         self._sleep = sleep
         self._next: dict[str, float] = {}
+        self._held: dict[str, float] = {}
+
+    def held_s(self, call: str) -> float:
+        """Seconds for which a 429 keeps `call` away, if that is too long to wait for; else 0."""
+        left = self._held.get(call, 0.0) - self._clock()
+        return left if left > LONG_WAIT_S else 0.0
 
     async def wait(self, call: str) -> None:
         """Return when `call` may start; the turn is taken at once, so callers queue."""
@@ -40,4 +49,8 @@ class Intervals:
 
     def penalise(self, call: str, wait_s: float) -> None:
         """The provider said: not before `wait_s` seconds from now."""
-        self._next[call] = max(self._next.get(call, 0.0), self._clock() + wait_s)
+        until = self._clock() + wait_s
+        if wait_s > LONG_WAIT_S:
+            self._held[call] = max(self._held.get(call, 0.0), until)
+        else:
+            self._next[call] = max(self._next.get(call, 0.0), until)

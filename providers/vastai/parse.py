@@ -21,11 +21,14 @@ from providers.base import (
     Offer,
     OfferQuery,
     Phase,
+    PriceIncrease,
 )
 
 from .phases import detail_of, phase_of
 
 Row = Mapping[str, Any]
+SECONDS_PER_HOUR = 3600
+_LAST_EPOCH = 10**11
 ChargeKind = Literal["gpu", "disk", "download", "upload"]
 _CHARGES: Mapping[str, ChargeKind] = {"gpu": "gpu", "disk": "disk", "bwd": "download", "bwu": "upload"}
 
@@ -159,8 +162,39 @@ def instance(row: Any, provider: str) -> Instance:
         compute_micros_h=_rate(row), machine_id=str(row.get("machine_id") or ""),
         gpu_name=str(row.get("gpu_name") or ""),
         started_at=datetime.fromtimestamp(begun, UTC) if isinstance(begun, int | float) else None,
-        public_host=host or None, ports=_ports(row),
+        public_host=host or None, ports=_ports(row), floor_micros_h=_floor(row) if bid else None,
+        ends_at=_time(row.get("end_date")),
     )  # fmt: skip
+
+
+def _floor(row: Row) -> int | None:
+    try:
+        return micros(number(row, "min_bid"))
+    except Unreadable:
+        return None
+
+
+def _time(value: Any) -> datetime | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LAST_EPOCH
+    return datetime.fromtimestamp(value, UTC) if known else None
+
+
+def increases(rows: Iterable[Any], provider: str) -> list[PriceIncrease]:
+    """Pending price increases. One that does not touch the GPU's price is left out. Raises MalformedAnswer for what
+    can't be read."""
+    found = []
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise MalformedAnswer("a price increase that is not an object", provider=provider, raw=str(row))
+        if row.get("new_gpu_costpersec") is None:
+            continue
+        try:
+            wanted, contract = int(number(row, "pending_price_increase_id")), int(number(row, "contract_id"))
+            rate = micros(number(row, "new_gpu_costpersec") * SECONDS_PER_HOUR)
+        except Unreadable as error:
+            raise MalformedAnswer(f"a price increase: {error}", provider=provider, raw=str(row)) from error
+        found.append(PriceIncrease(provider, str(contract), str(wanted), rate))
+    return found
 
 
 def _contract_of(result: Row) -> str:

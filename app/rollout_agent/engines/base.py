@@ -1,7 +1,7 @@
 """What the agent asks of an inference engine.
 
-Invariant: an engine samples whole batches under exactly one policy version; `install` either puts a new version in
-force or leaves everything as it was. All calls but `interrupt` come from one thread.
+Invariant: an engine samples whole batches under exactly one policy version; `install` puts a new version in force,
+leaves everything as it was, or says that none is in force. All calls but `interrupt` come from one thread.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ class Interrupted(Unavailable):
 
     code = "interrupted"
     title = "Interrupted"
+
+
+class Tainted(IntegrityError):
+    """The weights in the engine are those of no version; it has to be loaded again before it may sample."""
+
+    code = "tainted"
+    title = "Tainted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,11 @@ class Engine(Protocol):
         ...
 
     def install(self, payload: Path, manifest: Manifest, version: int) -> None:
-        """Put the weights of a verified snapshot in force. Raises IntegrityError, and then nothing has changed."""
+        """Put the weights of a verified snapshot in force, and check that they are what the learner signed.
+
+        Raises IntegrityError, and then nothing has changed; or Tainted, and then no version is in force until `load`
+        and `install` have run again.
+        """
         ...
 
     def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.initialization import no_init_weights
 
 from app.protocol.errors import BadInput, IntegrityError, Unavailable
-from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, check_layout, unique_tensors
+from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, Tainted, check_layout, unique_tensors
+from app.rollout_agent.engines.check import check_loaded
 from app.snapshots.codec import decode
 from app.snapshots.manifest import Manifest
 
@@ -96,7 +97,10 @@ class TransformersEngine:
             self._cache_word = "cache"
 
     def install(self, payload: Path, manifest: Manifest, version: int) -> None:
-        """Read and check everything aside, then copy into the model. Raises IntegrityError; then nothing changed."""
+        """Read and check everything aside, copy it into the model, and check what is there then.
+
+        Raises IntegrityError; then nothing changed. Raises Tainted if the last check fails.
+        """
         check_layout(manifest, {name: tuple(tensor.shape) for name, tensor in self._weights.items()})
         try:
             state = decode(payload)
@@ -107,9 +111,14 @@ class TransformersEngine:
         if wrong:
             raise IntegrityError(f"the payload of snapshot v{version} is not what its manifest says: {wrong[:3]}")
         staged = {name: state[name].to(self._dtype) for name in self._weights}
-        with torch.inference_mode():
-            for name, tensor in staged.items():
-                self._weights[name].copy_(tensor)
+        self._version = None
+        try:
+            with torch.inference_mode():
+                for name, tensor in staged.items():
+                    self._weights[name].copy_(tensor)
+                check_loaded(payload, manifest, self._weights)
+        except (RuntimeError, OSError) as error:
+            raise Tainted(f"copying v{version} into the model failed: {error}"[:500]) from error
         self._version = version
 
     def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:

@@ -6,6 +6,7 @@ Invariant: moments are seconds since the epoch (UTC), money is integer micro-dol
 from app.storage.models.access import ApiKey, IdempotencyRecord, WebhookId
 from app.storage.models.base import Base
 from app.storage.models.bills import ProviderBill
+from app.storage.models.exams import ExamItem
 from app.storage.models.jobs import Evaluation, Event, Job, Step
 from app.storage.models.leases import OPEN_STATES, Cooldown, Lease, LeaseState, LedgerEntry, SpotPrice
 from app.storage.models.nodes import Node, SnapshotRow
@@ -19,6 +20,7 @@ __all__ = [
     "Cooldown",
     "Evaluation",
     "Event",
+    "ExamItem",
     "IdempotencyRecord",
     "ItemStatus",
     "Job",

@@ -48,6 +48,7 @@ class Job(Base):
     parameters: Mapped[int | None]
     snapshot_bytes: Mapped[int | None]
     train_prompts: Mapped[int | None]
+    eval_prompts: Mapped[int | None]
     t_train: Mapped[float | None]
     """Smoothed; the rehearsal's until a step was measured."""
     t_bcast: Mapped[float | None]
@@ -58,6 +59,10 @@ class Job(Base):
     reward_train: Mapped[float | None]
     reward_eval: Mapped[float | None]
     reward_eval_initial: Mapped[float | None]
+    eval_step: Mapped[int | None]
+    """The version that `reward_eval` is of."""
+    exam_step: Mapped[int] = mapped_column(default=0, server_default="0")
+    """The newest version that the fleet was asked to evaluate."""
     rollouts_accepted: Mapped[int] = mapped_column(default=0)
     rollouts_trained: Mapped[int] = mapped_column(default=0)
     rollouts_dropped: Mapped[int] = mapped_column(default=0)
@@ -100,6 +105,10 @@ class Evaluation(Base):
     reward: Mapped[float]
     prompts: Mapped[int]
     at: Mapped[float]
+    by: Mapped[str] = mapped_column(default="learner", server_default="learner")
+    """`learner` or `fleet`."""
+    scores: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    """pass@1, pass@k, greedy reward and the versions that answered, where the fleet evaluated."""
 
 
 class Event(Base):

@@ -65,6 +65,16 @@ class Lease(Base):
     """Compute, as billed now: the bid, or the price in force."""
     market_micros_h: Mapped[int]
     """What keeping it would cost now: follows spot prices."""
+    agreed_micros_h: Mapped[int] = mapped_column(default=0)
+    """Compute, as was agreed last: the fixed price, the bid, an increase that was accepted. 0: nothing was."""
+    announced_micros_h: Mapped[int | None]
+    """Compute, as its host wants to have it; None while it wants nothing."""
+    announced_id: Mapped[str | None]
+    """What the provider calls that wish."""
+    host_ends_at: Mapped[float | None]
+    """When its host ends the contract, by the provider's word."""
+    start_micros_h: Mapped[int] = mapped_column(default=0)
+    """The part of the effective price that its start cost: spent once it works."""
     disk_gb: Mapped[float]
     disk_micros_gb_month: Mapped[int]
     upload_micros_gb: Mapped[int]

@@ -40,6 +40,8 @@ class Node(Base):
     bytes_up: Mapped[int] = mapped_column(default=0)
     bytes_from: Mapped[dict[str, Any]] = mapped_column(default=dict)
     bytes_relayed: Mapped[int] = mapped_column(default=0)
+    deltas_applied: Mapped[int] = mapped_column(default=0)
+    bytes_saved: Mapped[int] = mapped_column(default=0)
     progress: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     errors: Mapped[dict[str, Any]] = mapped_column(default=dict)
     drain: Mapped[bool] = mapped_column(default=False)
@@ -55,5 +57,15 @@ class SnapshotRow(Base):
     bytes: Mapped[int]
     chunks: Mapped[int]
     stored: Mapped[bool] = mapped_column(default=False)
+    """It is in the object store whole."""
+    delta_base: Mapped[int | None]
+    """The version from which its delta leads here; None when it has none."""
+    delta_bytes: Mapped[int | None]
+    delta_chunks: Mapped[int | None]
+    delta_stored: Mapped[bool] = mapped_column(default=False)
+    delta_share: Mapped[float | None]
+    """Bytes of the delta, or what they would have been, over those of the version."""
+    delta_note: Mapped[str] = mapped_column(Text, default="")
+    """Why there is no delta."""
     published_at: Mapped[float]
     completed_at: Mapped[float | None]

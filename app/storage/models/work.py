@@ -38,7 +38,13 @@ class WorkItem(Base):
     version: Mapped[int | None]
     """Oldest policy version of its tokens, once accepted."""
     trained_step: Mapped[int | None]
+    trained_position: Mapped[int | None]
+    """Its place in the batch of that step."""
+    replay_step: Mapped[int | None]
+    """The step that it was trained at before the learner went back to a checkpoint; to be trained at again."""
     drop_reason: Mapped[str | None]
+    drop_lag: Mapped[int | None]
+    """t − x when it was dropped."""
     __table_args__ = (
         Index("ix_work_items_job_status", "job_id", "status"),
         Index("ix_work_items_node", "node_id"),

@@ -27,6 +27,7 @@ from providers.base import (
     OfferGone,
     OfferQuery,
     Phase,
+    PriceIncrease,
     ProviderError,
     RentResult,
     RentSpec,
@@ -51,6 +52,7 @@ class Machine:
     gpu_name: str = "RTX 4090"
     reliability: float = 1.0
     max_duration_s: float | None = None
+    down_mbps: float = 500.0
 
 
 @dataclass
@@ -72,6 +74,8 @@ class Rented:
     stopped_at: float | None = None
     """When its GPU stopped being billed, if it was interrupted."""
     gone_at: float | None = None
+    ends_at: float | None = None
+    """When its host ends the contract."""
 
     def current(self, now: float) -> Phase:
         """Phase at a moment."""
@@ -104,6 +108,13 @@ class FakeProvider:
     refusal: ProviderError = field(default_factory=lambda: OfferGone("somebody else has it"))
     """What `refuse` says."""
     billed_factor: float = 1.0
+    on_demand_factor: float = 2.0
+    """In spot mode: what machines cost on demand, over the floor of a bid."""
+    tells_floors: bool = False
+    """Instances show the floor of their bid, which is then their machine's price."""
+    wishes: dict[str, PriceIncrease] = field(default_factory=dict)
+    """Instance → the price increase that waits for an answer."""
+    accepted: list[str] = field(default_factory=list)
     credit: int | ProviderError = 1_000_000_000
     """Micro-dollars in the account, or what the balance call raises."""
     bill_factor: float | None = None
@@ -180,6 +191,7 @@ class FakeProvider:
             raise self.search_error
         taken = {r.machine.machine_id for r in self.live()}
         now = datetime.fromtimestamp(self.clock(), UTC)
+        factor = self.on_demand_factor if self.spot and query.billing is Billing.ON_DEMAND else 1.0
         return [
             Offer(
                 provider=self.name,
@@ -189,12 +201,12 @@ class FakeProvider:
                 num_gpus=1,
                 gpu_ram_mb=24_000,
                 billing=query.billing,
-                compute_micros_h=m.price_micros_h,
+                compute_micros_h=round(m.price_micros_h * factor),
                 disk_micros_gb_month=DISK_MICROS_GB_MONTH,
                 upload_micros_gb=2_000,
                 download_micros_gb=1_000,
                 up_mbps=500.0,
-                down_mbps=500.0,
+                down_mbps=m.down_mbps,
                 reliability=m.reliability,
                 region="XX",
                 max_duration_s=m.max_duration_s,
@@ -270,6 +282,8 @@ class FakeProvider:
             machine_id=r.machine.machine_id,
             gpu_name=r.machine.gpu_name,
             started_at=started,
+            floor_micros_h=r.machine.price_micros_h if self.tells_floors and r.billing is Billing.SPOT_BID else None,
+            ends_at=None if r.ends_at is None else datetime.fromtimestamp(r.ends_at, UTC),
         )
 
     async def release(self, instance_id: str) -> None:
@@ -288,6 +302,22 @@ class FakeProvider:
             raise InstanceNotFound(f"no instance {instance_id}")
         self.bids.append((instance_id, bid_micros_h))
         self.rented[instance_id].rate_micros_h = bid_micros_h
+
+    def wish(self, instance_id: str, price_usd: float) -> None:
+        """The host of a machine wants more."""
+        number, rate = f"9{len(self.wishes)}", round(price_usd * 1_000_000)
+        self.wishes[instance_id] = PriceIncrease(self.name, instance_id, number, rate)
+
+    async def price_increases(self) -> Sequence[PriceIncrease]:
+        """Those that wait for an answer."""
+        return list(self.wishes.values())
+
+    async def accept_increase(self, increase_id: str) -> None:
+        """It holds at once."""
+        (found,) = [w for w in self.wishes.values() if w.increase_id == increase_id]
+        del self.wishes[found.instance_id]
+        self.accepted.append(found.instance_id)
+        self.rented[found.instance_id].rate_micros_h = found.compute_micros_h
 
     async def logs(self, instance_id: str, tail: int) -> str:
         """None."""

@@ -44,6 +44,10 @@ class FakeService:
         self.command = "run"
         self.steps: dict[int, dict] = {}
         self.rewritten: list[int] = []
+        self.history: list[dict] = []
+        """Every step report, also of steps that were forgotten and made again."""
+        self.replay: dict[int, list[str]] = {}
+        self.dropped: list[dict] = []
         self.evals: list[dict] = []
         self.published: list[tuple[int, bool]] = []
         self.relay_url = ""
@@ -90,8 +94,10 @@ class FakeService:
     def _ready(self, body: dict) -> Response:
         self.ready.append(body)
         for step in [s for s in self.steps if s > body["resume_step"]]:
-            del self.steps[step]
-        return self._word()
+            self.replay[step] = self.steps.pop(step)["trained"]
+        done = max(self.steps, default=0)
+        self.replay = {s: items for s, items in self.replay.items() if s > done}
+        return self._word({"replay": [{"step": s, "work_items": self.replay[s]} for s in sorted(self.replay)]})
 
     def _heartbeat(self, body: dict) -> Response:
         self.beats.append(body)
@@ -106,6 +112,12 @@ class FakeService:
         if body["step"] in self.steps:
             self.rewritten.append(body["step"])
         self.steps[body["step"]] = body
+        self.history.append(body)
+        self.replay.pop(body["step"], None)
+        return self._word()
+
+    def _drops(self, body: dict) -> Response:
+        self.dropped += body["dropped"]
         return self._word()
 
     def _evals(self, body: dict) -> Response:
@@ -116,14 +128,15 @@ class FakeService:
         self.done = body
         return Response(status_code=204)
 
-    def _word(self) -> Response:
+    def _word(self, more: dict | None = None) -> Response:
         word = {"command": self.command, "staleness_budget": self.spec.staleness_budget, "reason": "said so"}
-        return JSONResponse(word | {"publish_period": self.spec.kappa})
+        return JSONResponse(word | {"publish_period": self.spec.kappa} | (more or {}))
 
     def trajectories(self, after: int) -> Response:
         """Items trained at a step on record are left out, all others are handed out again to a new process."""
         with self.lock:
             used = {w for s in self.steps.values() for w in s["trained"] + [d["work_item"] for d in s["dropped"]]}
+            used |= {d["work_item"] for d in self.dropped}
             waiting = [w for entry in self.index for w in entry["work_items"] if w not in used]
             if len(waiting) < 2 * self.spec.batch.prompts and any(stored for _, stored in self.published):
                 self._roll()

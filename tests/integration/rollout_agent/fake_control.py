@@ -76,6 +76,10 @@ class Control:
     """Polls for work under this version are answered only after `release`."""
     release: asyncio.Event = field(default_factory=asyncio.Event)
     token_used: bool = False
+    uplink: float | None = None
+    """Bytes per second that the node's relay may send."""
+    calls: list[str] = field(default_factory=list)
+    """Names of all calls with the right token, in order."""
     joins: list[JoinRequest] = field(default_factory=list)
     beats: list[Heartbeat] = field(default_factory=list)
     leaves: list[Leave] = field(default_factory=list)
@@ -144,6 +148,7 @@ class Control:
     def _check(self, request: Request, call: str, token: str = NODE_TOKEN) -> None:
         if request.headers.get("authorization") != f"Bearer {token}":
             raise Unauthorized("wrong token")
+        self.calls.append(call)
         if call in self.status_of:
             raise self.status_of[call]
 
@@ -177,7 +182,7 @@ class Control:
                 assets=assets,
                 manifest_public_key=public_hex(self.key),
                 relay_token=RELAY_TOKEN,
-                uplink_bytes_per_s=None,
+                uplink_bytes_per_s=self.uplink,
                 max_upload_bytes=1_000_000,
                 directives=self.directives(),
             )

@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
-from app.protocol.node import NodeState
+from app.protocol.node import Interruption, NodeState
+from app.rollout_agent.agent import STOP_GRACE_S
 from tests.integration.rollout_agent.fake_control import (
     JOIN_TOKEN,
     NODE_TOKEN,
@@ -17,6 +19,7 @@ from tests.integration.rollout_agent.fake_control import (
     eventually,
     running,
 )
+from tests.unit.rollout_agent.metadata_server import ACTION, WARNED, metadata_server
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -73,6 +76,52 @@ async def test_a_signal_ends_a_working_agent_in_order(tmp_path: Path, unused_tcp
         assert set(leave.unfinished) == set(control.leased) - set(control.committed)
         for secret in (JOIN_TOKEN, NODE_TOKEN, RELAY_TOKEN, control.base_url + "/objects"):
             assert secret not in log
+
+
+async def test_sigterm_in_the_middle_of_a_long_batch_hands_everything_back_in_time(tmp_path: Path) -> None:
+    async with running(tmp_path) as (control, _):
+        control.heartbeat_s = 60.0
+        # One batch would take minutes.
+        process = await start(control, tmp_path / "node", ECHO2_SIM_TOKENS_PER_S="0.05")
+        try:
+            await eventually(lambda: bool(control.leased), "it is at work", 60)
+            process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            await eventually(lambda: bool(control.leaves), "it has left", STOP_GRACE_S + 5)
+            took = time.monotonic() - began
+            log = await log_of(process)
+        finally:
+            if process.returncode is None:
+                process.kill()
+        assert process.returncode == 0, log
+        assert took >= STOP_GRACE_S / 2, "it had a moment to finish"
+        [told] = [beat for beat in control.beats if beat.interruption is not None]
+        assert told.state == NodeState.DRAINING
+        assert told.interruption == Interruption(kind="interruption", source="signal", detail="SIGTERM")
+        [leave] = control.leaves
+        assert set(leave.unfinished) == set(control.leased)
+        assert not control.committed
+        heard = control.calls.index("heartbeat", len(control.calls) - 1 - control.calls[::-1].index("heartbeat"))
+        assert control.calls[heard + 1 :] == ["leave"], "nothing more is asked for"
+
+
+async def test_a_machine_s_own_metadata_service_is_asked_and_not_through_the_proxy(tmp_path: Path) -> None:
+    async with running(tmp_path) as (control, _), metadata_server() as machine:
+        machine.set(ACTION, WARNED)
+        process = await start(
+            control,
+            tmp_path / "node",
+            ECHO2_NOTICES="ec2",
+            AWS_EC2_METADATA_SERVICE_ENDPOINT=machine.url,
+            HTTP_PROXY="http://127.0.0.1:1",
+            NO_PROXY=control.base_url.removeprefix("http://"),
+        )
+        log = await log_of(process)
+        assert process.returncode == 0, log
+        assert "will be interrupted" in log
+        [told] = [beat.interruption for beat in control.beats if beat.interruption is not None]
+        assert told.detail == "spot/instance-action: terminate"
+        assert len(control.leaves) == 1
 
 
 async def test_a_used_join_token_is_a_fault_with_a_clear_message(tmp_path: Path) -> None:

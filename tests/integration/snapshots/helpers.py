@@ -12,8 +12,8 @@ import httpx
 import torch
 
 from app.protocol.errors import NotFound
-from app.protocol.node import SnapshotUrls
-from app.snapshots import Puller, Relay, Snapshot, SnapshotStore, Source, new_key, public_hex
+from app.protocol.node import DeltaUrls, SnapshotUrls, StoredPart
+from app.snapshots import Puller, Relay, Snapshot, SnapshotStore, Source, new_key, public_hex, verify
 from app.snapshots.frames import frame
 from app.storage.objects import ObjectInfo, PresignedPut
 
@@ -61,11 +61,13 @@ class Node:
         self.installed: list[int] = []
         self.lies: list[tuple[Source, int]] = []
         self.stalls: list[Source] = []
+        self.refused: list[tuple[Source, int]] = []
         defaults: dict[str, Any] = {
             "fetch_urls": self._no_urls,
             "on_complete": self._complete,
             "on_lie": self._lie,
             "on_stall": self._stall,
+            "on_refused": self._refuse,
             "retry_s": 0.05,
         }
         self.puller = Puller(
@@ -90,6 +92,9 @@ class Node:
 
     async def _stall(self, source: Source, version: int, detail: str) -> None:
         self.stalls.append(source)
+
+    async def _refuse(self, source: Source, version: int, detail: str) -> None:
+        self.refused.append((source, version))
 
     async def until(self, condition: Callable[[], object]) -> None:
         await until(self.store, condition)
@@ -145,6 +150,8 @@ class FakeUpstream:
     def __init__(self, snapshot: Snapshot, script: Script) -> None:
         self.snapshot = snapshot
         self.document = snapshot.document
+        self.delta = b""
+        """Document of the delta that it offers in place of the whole version."""
         self.script = script
         self.asked: list[int] = []
         """`from_leaf` of each stream request."""
@@ -180,11 +187,13 @@ class FakeUpstream:
             after = int(path.split("after=")[1].split("&")[0])
             self.polled.set()
             if self.announces and after < self.snapshot.version:
-                writer.write(head + b"Content-Length: %d\r\n\r\n" % len(self.document) + self.document)
+                body = self.document + self.delta
+                offer = b"Echo2-Delta: %d\r\n" % len(self.delta) if self.delta else b""
+                writer.write(head + offer + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             else:
                 await self.release.wait()
             return
-        first = int(path.split("from_leaf=")[1])
+        first = int(path.split("from_leaf=")[1].split("&")[0])
         self.asked.append(first)
         writer.write(head + b"\r\n")
         await self.script(self, first, writer)
@@ -230,11 +239,27 @@ class MemoryObjects:
 
     async def fetch_urls(self, version: int, first: int, count: int) -> SnapshotUrls:
         base = f"jobs/j/snapshots/{version}"
+        made = DeltaUrls(
+            manifest_url=self.presign_get(f"{base}/delta/manifest.json", 60),
+            version_url=self.presign_get(f"{base}/delta/version.json", 60),
+            chunk_urls={n: self.presign_get(f"{base}/delta/chunks/{n}", 60) for n in range(first, first + count)},
+        )
         return SnapshotUrls(
             version=version,
             manifest_url=self.presign_get(f"{base}/manifest.json", 60),
             chunk_urls={n: self.presign_get(f"{base}/chunks/{n}", 60) for n in range(first, first + count)},
+            delta=made if f"{base}/delta/manifest.json" in self.objects else None,
+            parts=[part for v in range(version + 1) for part in self._parts(v)],
         )
+
+    def _parts(self, version: int) -> list[StoredPart]:
+        found = []
+        for place in (f"jobs/j/snapshots/{version}", f"jobs/j/snapshots/{version}/delta"):
+            document = self.objects.get(f"{place}/manifest.json")
+            if document is not None:
+                manifest = verify(document, public_key=public_hex(KEY), job_id="j")
+                found.append(StoredPart(version=version, base=manifest.base, bytes=manifest.payload_bytes))
+        return found
 
     def client(self) -> httpx.AsyncClient:
         """Requests to `store.invalid` are answered from memory, all others go out."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -61,8 +62,82 @@ async def falls_silent(up: FakeUpstream, first: int, writer: asyncio.StreamWrite
     await up.release.wait()
 
 
-@pytest.mark.parametrize("script", [flips_a_bit, announces_too_long_a_leaf, skips_a_leaf])
-async def test_a_lie_is_not_installed_not_passed_on_reported_and_fetched_elsewhere(
+async def lies_from_then_on(up: FakeUpstream, first: int, writer: asyncio.StreamWriter) -> None:
+    for n in range(first, up.snapshot.manifest.leaves):
+        writer.write(frame(n, flipped(leaf(up.snapshot, n))) if n >= CUT else up.frame(n))
+
+
+async def test_a_flipped_bit_costs_one_leaf_and_names_who_flipped_it(tmp_path: Path, client: httpx.AsyncClient) -> None:
+    learner = make_store(tmp_path / "learner")
+    sent = publish(learner, 1)
+    liar = FakeUpstream(sent, flips_a_bit)
+    async with liar.serve() as liar_url, relay_of(learner) as head:
+        peer = Source("peer", liar_url, "liar")
+        node = Node(tmp_path / "N", [peer, Source("learner", url(head))], client)
+        async with running(node):
+            got = await node.has(1)
+            await node.until(lambda: node.lies)
+        assert got.payload_path.read_bytes() == sent.payload_path.read_bytes()
+        assert node.lies == [(peer, 1)]
+        assert node.stalls == []
+        assert liar.asked == [0], "the liar's stream went on"
+        assert head.bytes_served == LEAF
+        assert node.puller.bytes_from == {"peer": sent.manifest.payload_bytes - LEAF, "learner": LEAF}
+
+
+async def test_who_lies_twice_is_left_for_the_last_peer(tmp_path: Path, client: httpx.AsyncClient) -> None:
+    """A liar goes on pulling from its parent, whose link would have to carry both."""
+    sent = publish(make_store(tmp_path / "origin"), 1)
+    names = ("liar", "parent", "tail")
+    ups = dict(zip(names, (FakeUpstream(sent, s) for s in (lies_from_then_on, stream_all, stream_all)), strict=True))
+    async with ups["liar"].serve() as one, ups["parent"].serve() as two, ups["tail"].serve() as three:
+        sources = [Source("peer", at, name) for at, name in zip((one, two, three), names, strict=True)]
+        node = Node(tmp_path / "N", sources, client)
+        async with running(node):
+            got = await node.has(1)
+            await node.until(lambda: len(node.lies) == 2)
+        assert got.payload_path.read_bytes() == sent.payload_path.read_bytes()
+        assert node.lies == [(sources[0], 1)] * 2
+        assert (ups["parent"].asked, ups["tail"].asked) == ([CUT], [CUT + 1]), "one leaf here, the rest there"
+
+
+async def test_a_leaf_that_nobody_else_has_right_ends_the_liars_stream(
+    tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    learner = make_store(tmp_path / "learner")
+    sent = publish(learner, 1)
+    liars = [FakeUpstream(sent, flips_a_bit), FakeUpstream(sent, lies_from_then_on)]
+    async with liars[0].serve() as one, liars[1].serve() as two, relay_of(learner) as head:
+        sources = [Source("peer", one, "1"), Source("peer", two, "2"), Source("learner", url(head))]
+        node = Node(tmp_path / "N", sources, client)
+        async with running(node):
+            await node.has(1)
+            await node.until(lambda: len(node.lies) == 2)
+        assert {source.node_id for source, _ in node.lies} == {"1", "2"}
+        assert head.bytes_served == LEAF
+
+
+async def test_two_peers_that_wait_for_each_other_both_move_on(tmp_path: Path, client: httpx.AsyncClient) -> None:
+    """Each lost its parent at the same leaf and turned to the other, which says that it is alive and has nothing."""
+    learner = make_store(tmp_path / "learner")
+    sent = publish(learner, 1)
+    dead = [FakeUpstream(sent, dies) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        head = await stack.enter_async_context(relay_of(learner))
+        urls = [await stack.enter_async_context(up.serve()) for up in dead]
+        nodes = [Node(tmp_path / str(i), [], client, stall_s=1.0) for i in range(2)]
+        relays = [await stack.enter_async_context(relay_of(node.store)) for node in nodes]
+        for i, node in enumerate(nodes):
+            other = Source("peer", url(relays[1 - i]), str(1 - i))
+            node.sources = [Source("peer", urls[i], f"dead {i}"), other, Source("learner", url(head))]
+        await stack.enter_async_context(running(*nodes))
+        for node in nodes:
+            got = await node.has(1)
+            assert got.payload_path.read_bytes() == sent.payload_path.read_bytes()
+
+
+@pytest.mark.parametrize("script", [announces_too_long_a_leaf, skips_a_leaf])
+async def test_a_stream_that_is_none_is_not_installed_not_passed_on_reported_and_fetched_elsewhere(
     script: Script, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     learner = make_store(tmp_path / "learner")
@@ -216,7 +291,7 @@ async def test_a_damaged_object_is_refused_and_a_relay_heals_it(tmp_path: Path) 
             await node.until(lambda: node.lies)
     assert got.payload_path.read_bytes() == sent.payload_path.read_bytes()
     assert node.lies == [(bucket, 1)]
-    assert node.puller.bytes_from["store"] == 4 * LEAF
+    assert node.puller.bytes_from["learner"] == LEAF
 
 
 async def test_a_node_killed_during_the_download_goes_on_with_what_it_can_verify(

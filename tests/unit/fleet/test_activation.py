@@ -142,6 +142,70 @@ def test_an_endangered_lease_that_nobody_can_replace_is_bid_for() -> None:
     assert decide([lease("a", 10**9, endangered=True)], [], 1.0, 8, POLICY).rebid == ["a"]
 
 
+def outbid(key: str, price: int, *, floor: int, usual: int | None = None, age: float = OLD) -> Running:
+    one = Candidate(key, f"machine-{key}", price, 1.0, usual)
+    return Running(one, True, age, outbid=True, least=floor)
+
+
+def test_an_outbid_lease_stays_while_that_costs_less_than_another_and_the_switch() -> None:
+    held = outbid("a", 230_000, floor=200_000)
+    kept = decide([held], [offer("b", 190_000)], 1.0, 8, POLICY)
+    assert (kept.rebid, kept.rent, kept.retire) == (["a"], [], [])
+    assert kept.limits["a"] > 200_000
+    gone = decide([held], [offer("b", 150_000)], 1.0, 8, POLICY)
+    assert [c.key for c in gone.rent] == ["b"]
+    assert keys(gone.retire) == ["a"], "it stays until its replacement works"
+    assert "outbid" in gone.retire[0][1]
+    assert gone.rebid == []
+
+
+def test_an_outbid_lease_bids_no_more_than_it_is_worth() -> None:
+    held = outbid("a", 230_000, floor=200_000)
+    made = decide([held], [offer("b", 172_000)], 1.0, 8, POLICY)
+    assert made.rebid == ["a"]
+    assert 200_000 <= made.limits["a"] < 230_000
+
+
+def test_a_dear_switch_keeps_an_outbid_lease() -> None:
+    held = outbid("a", 230_000, floor=200_000)
+    slow = Candidate("b", "machine-b", 150_000, 1.0, start_s=1800.0)
+    assert decide([held], [slow], 1.0, 8, POLICY).rebid == ["a"]
+
+
+def test_an_outbid_lease_that_nobody_can_replace_stays() -> None:
+    assert decide([outbid("a", 10**9, floor=10**9)], [], 1.0, 8, POLICY).rebid == ["a"]
+
+
+def test_an_outbid_lease_that_nobody_needs_goes() -> None:
+    running = [outbid("a", 230_000, floor=200_000), lease("c", 100_000)]
+    made = decide(running, [offer("b", 100_000)], 1.0, 8, POLICY)
+    assert keys(made.release) == ["a"]
+    assert made.rebid == []
+
+
+def test_a_swing_of_the_floor_is_followed_and_a_rise_beyond_it_is_not() -> None:
+    market = [offer("b", 170_000)]
+    usually = 190_000
+    assert decide([outbid("a", 270_000, floor=235_000, usual=usually)], market, 1.0, 8, POLICY).rebid == ["a"]
+    assert decide([outbid("a", 350_000, floor=305_000, usual=usually)], market, 1.0, 8, POLICY).rebid == []
+
+
+def test_what_ends_is_replaced_before_it_does_whatever_it_costs() -> None:
+    ending = Running(offer("a", 100), True, OLD, ending="its host ends the contract in 300 s")
+    made = decide([ending], [offer("b", 900)], 1.0, 8, POLICY)
+    assert [c.key for c in made.rent] == ["b"]
+    assert made.retire == [("a", "its host ends the contract in 300 s")]
+    assert decide([ending], [], 1.0, 8, POLICY) == Decision(), "without another it works as long as it can"
+    full = decide([ending], [offer("b", 900)], 1.0, 1, POLICY)
+    assert keys(full.release) == ["a"]
+
+
+def test_what_is_rented_is_worth_what_would_be_rented_instead() -> None:
+    made = decide([], [offer("a", 100), offer("b", 130), offer("c", 200)], 1.0, 8, POLICY)
+    assert [c.key for c in made.rent] == ["a"]
+    assert made.limits == {"a": 130}
+
+
 def test_the_own_machines_are_not_rented_again() -> None:
     running = [lease("a", 100, 1.0)]
     same = Candidate("new-offer", "machine-a", 1, 5.0)
@@ -149,8 +213,9 @@ def test_the_own_machines_are_not_rented_again() -> None:
 
 
 CANDIDATES = st.lists(st.tuples(st.integers(0, 10**6), st.floats(0.01, 3.0), st.integers(0, 12)), max_size=10)
+FATES = st.sampled_from(["well", "well", "endangered", "outbid", "ending"])
 LEASES = st.lists(
-    st.tuples(st.integers(1, 10**6), st.floats(0.01, 3.0), st.booleans(), st.floats(0, 20_000), st.booleans()),
+    st.tuples(st.integers(1, 10**6), st.floats(0.01, 3.0), st.booleans(), st.floats(0, 20_000), FATES),
     max_size=8,
 )
 
@@ -159,14 +224,17 @@ LEASES = st.lists(
 @given(offers=CANDIDATES, leases=LEASES, target=st.floats(0.1, 8.0), slots=st.integers(0, 10))
 def test_any_decision(
     offers: list[tuple[int, float, int]],
-    leases: list[tuple[int, float, bool, float, bool]],
+    leases: list[tuple[int, float, bool, float, str]],
     target: float,
     slots: int,
 ) -> None:
     running = [
-        Running(Candidate(f"l{i}", f"mine{i}", price, mu), ready, age, endangered)
-        for i, (price, mu, ready, age, endangered) in enumerate(leases)
-    ]
+        Running(
+            Candidate(f"l{i}", f"mine{i}", price, mu), ready, age, fate == "endangered", fate == "outbid",
+            price // 2, ending="soon" if fate == "ending" else "",
+        )
+        for i, (price, mu, ready, age, fate) in enumerate(leases)
+    ]  # fmt: skip
     market = [Candidate(f"o{i}", f"m{machine}", price, mu) for i, (price, mu, machine) in enumerate(offers)]
     decision = decide(running, market, target, slots, POLICY)
     by_key = {r.candidate.key: r for r in running}
@@ -176,12 +244,17 @@ def test_any_decision(
     assert set(leaving) | set(decision.rebid) <= set(by_key)
     assert not set(leaving) & set(decision.rebid)
     assert len({c.machine for c in decision.rent}) == len(decision.rent)
-    assert all(by_key[k].endangered for k in decision.rebid)
+    assert all(by_key[k].endangered or by_key[k].outbid for k in decision.rebid)
+    assert not any(by_key[k].ending for k in decision.rebid)
+    assert all(decision.limits.get(k, by_key[k].least) >= by_key[k].least for k in decision.rebid)
     assert all(reason for _, reason in [*decision.release, *decision.retire])
     if len(running) <= slots:
         for key in leaving:
             held = by_key[key]
-            assert held.endangered or (held.ready and held.age_s >= POLICY.min_life_s)
+            risky = held.endangered or held.outbid or held.ending
+            assert risky or (held.ready and held.age_s >= POLICY.min_life_s)
+        if any(r.outbid or r.ending for r in running):
+            return
         safe = sum(r.candidate.mu for r in running if not r.endangered)
         if decision.release and not decision.rent and safe > target and len(running) < slots:
             assert safe - sum(by_key[k].candidate.mu for k in keys(decision.release)) >= target

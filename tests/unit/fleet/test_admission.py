@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.admission import grantable, item_seed, lease_deadline, prompt_at, share
+from app.fleet.admission import consumed, grantable, item_seed, lease_deadline, prompt_at, share
 
 
 @pytest.mark.parametrize(
@@ -172,3 +172,19 @@ def test_a_nodes_share_is_at_least_one_group_and_at_most_a_batch(
     t_train: float | None, rate: float | None, group: int, prompts: int
 ) -> None:
     assert 1 <= share(t_train=t_train, group_size=group, prompts=prompts, node_rate=rate) <= prompts
+
+
+@pytest.mark.parametrize(
+    ("recent", "most", "want"),
+    [
+        ([], 8, 4),
+        ([8, 8], 8, 4),  # too little is known
+        ([8, 7, 6], 8, 6),  # every one of them consumed at least six
+        ([8, 4, 8], 8, 4),  # one did without a refill
+        ([8, 2, 8], 8, 4),  # one went on with what came
+        ([9, 9, 9], 8, 8),
+        ([9, 9, 9], 4, 4),  # no refill wanted
+    ],
+)
+def test_a_step_is_expected_to_consume_what_all_of_the_newest_did(recent: list[int], most: int, want: int) -> None:
+    assert consumed(recent, prompts=4, most=most) == want

@@ -7,11 +7,12 @@ import random
 import statistics
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.cover import FAST_ENOUGH, Candidate, cheapest_cover, prefix
+from app.fleet.cover import FAST_ENOUGH, Candidate, band, cheapest_cover, prefix
 
 
 def cost(chosen: list[Candidate]) -> int:
@@ -140,3 +141,24 @@ def test_five_thousand_offers_are_fast(alike: bool) -> None:
         cheapest_cover(candidates, 5.15, 8)
         took.append(time.perf_counter() - begin)
     assert min(took) < 0.25, "50 ms on a quiet machine; five times that where others work too"
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 10), slots=st.integers(1, 5))
+def test_the_band_holds_a_cheapest_cover(seed: int, count: int, slots: int) -> None:
+    rng = random.Random(seed)
+    candidates = offers_of(rng, count)
+    need = rng.uniform(0.05, 4.0)
+    kept = band(
+        np.array([c.price for c in candidates]), np.array([c.mu for c in candidates]),
+        [c.machine for c in candidates], slots,
+    )  # fmt: skip
+    left = [c for c, stays in zip(candidates, kept, strict=True) if stays]
+    assert optimum(left, need, slots) == optimum(candidates, need, slots)
+
+
+def test_the_band_of_a_large_market_is_small() -> None:
+    rng = random.Random(1)
+    price = np.array([rng.uniform(1, 100) for _ in range(5000)])
+    mu = np.array([rng.uniform(1, 100) for _ in range(5000)])
+    assert 8 <= band(price, mu, [str(i) for i in range(5000)], 8).sum() < 200

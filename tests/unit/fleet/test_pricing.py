@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fleet.pricing import Traffic, bid_for, effective_price, effective_throughput, rho
+from app.fleet.pricing import Effective, Traffic, availability, effective_price, rho
 
 MICROS = st.integers(0, 10**7)
 
@@ -19,7 +19,7 @@ def test_parts_of_a_known_machine() -> None:
         download_micros_gb=20_000,
         upload_micros_gb=10_000,
         traffic=Traffic(down_bytes_h=10e9, up_bytes_h=3e9),
-        startup_s=90.0,
+        setup_s=90.0,
         life_h=2.0,
     )
     assert price.compute == 350_000
@@ -59,7 +59,7 @@ def test_parts_add_up_and_none_is_negative(
             download_micros_gb=down,
             upload_micros_gb=up,
             traffic=Traffic(down_bytes_h, up_h),
-            startup_s=startup,
+            setup_s=startup,
             life_h=life_h,
         )
         return p.compute, p.disk, p.traffic, p.startup, p.total
@@ -73,12 +73,13 @@ def test_parts_add_up_and_none_is_negative(
 
 
 @pytest.mark.parametrize(
-    ("mu", "reliability", "interruptible", "effective"),
-    [(10.0, 1.0, False, 10.0), (10.0, 0.9, False, 9.0), (10.0, 1.0, True, 9.7), (10.0, 1.7, False, 10.0),
-     (10.0, -1.0, False, 0.0)],
+    ("reliability", "life_h", "start_s", "share"),
+    [(1.0, 1e9, 0.0, 1.0), (0.9, 1e9, 0.0, 0.9), (1.7, 1e9, 0.0, 1.0), (-1.0, 2.0, 60.0, 0.0),
+     (1.0, 1.0, 60.0, 30 / 31), (1.0, 1 / 6, 540.0, 0.5)],
 )  # fmt: skip
-def test_effective_throughput(mu: float, reliability: float, interruptible: bool, effective: float) -> None:
-    assert effective_throughput(mu, reliability, interruptible) == pytest.approx(effective)
+def test_availability(reliability: float, life_h: float, start_s: float, share: float) -> None:
+    """A minute to see that it is gone, and the start of the next, once in each life."""
+    assert availability(reliability, life_h, start_s) == pytest.approx(share)
 
 
 def test_rho_is_dollars_per_hour_over_throughput() -> None:
@@ -86,8 +87,26 @@ def test_rho_is_dollars_per_hour_over_throughput() -> None:
     assert rho(500_000, 0.0) == float("inf")
 
 
-@pytest.mark.parametrize(
-    ("floor", "cap", "bid"), [(100_000, None, 115_000), (100_000, 110_000, 110_000), (100_000, 200_000, 115_000)]
-)
-def test_a_bid_is_above_the_floor_but_never_above_the_cap(floor: int, cap: int | None, bid: int) -> None:
-    assert bid_for(floor, cap) == bid
+def start(down_mbps: float, start_bytes: float = 26e9, life_h: float = 2.0) -> Effective:
+    return effective_price(
+        compute_micros_h=300_000, disk_micros_gb_month=0, disk_gb=16.0, download_micros_gb=20_000,
+        upload_micros_gb=0, traffic=Traffic(0.0, 0.0), setup_s=60.0, life_h=life_h, down_mbps=down_mbps,
+        start_bytes=start_bytes,
+    )  # fmt: skip
+
+
+def test_image_and_model_are_downloaded_once_in_a_life() -> None:
+    price = start(1000.0)
+    assert price.download == 260_000, "26 GB at $0.02, once in two hours"
+    assert price.start_s == 60 + 26 * 8
+    assert price.startup == round(300_000 * 268 / 3600 / 2)
+    assert price.once == price.startup + price.download
+    assert start(1000.0, 0.0).total == 300_000 + round(300_000 * 60 / 3600 / 2)
+    assert start(1000.0, life_h=4.0).download == 130_000
+
+
+def test_a_slow_link_makes_a_machine_dear() -> None:
+    """CASES 17: 26 GB take 27 minutes at 128 Mbit/s, paid for and idle."""
+    assert start(128.0).start_s == pytest.approx(60 + 26e9 * 8 / 128e6)
+    assert start(128.0).startup > 5 * start(1000.0).startup
+    assert start(128.0).total > 1.1 * start(1000.0).total

@@ -40,6 +40,9 @@ def check(members: list[Member], places: dict[str, Place]) -> None:
         assert len(set(place.ancestors)) == len(place.ancestors), "no cycle"
         for ancestor, position in zip(place.ancestors, range(place.position - 1, -1, -1), strict=True):
             assert (places[ancestor].chain, places[ancestor].position) == (place.chain, position), "nearest first"
+        for helper in place.helpers:
+            assert reachable[helper]
+            assert places[helper].chain != place.chain
 
 
 MEMBERS = st.lists(
@@ -166,6 +169,45 @@ def test_joining_and_leaving_moves_as_few_as_possible(seed: int) -> None:
         members = settle(members, places)
 
 
+def test_one_that_becomes_slow_goes_behind_its_chain_and_nobody_else_moves() -> None:
+    members = [member(f"n{i}", 100.0) for i in range(6)]
+    places = arrange(200.0, members)
+    first = sorted((n for n, p in places.items() if p.chain == 0), key=lambda n: places[n].position)
+    slower = [replace(m, up_mbps=40.0) if m.node_id == first[0] else m for m in settle(members, places)]
+    after = arrange(200.0, slower)
+    check(slower, after)
+    assert sorted((n for n, p in after.items() if p.chain == 0), key=lambda n: after[n].position) == [
+        *first[1:],
+        first[0],
+    ]
+    assert {n: (p.position, p.ancestors) for n, p in after.items() if p.chain == 1} == {
+        n: (p.position, p.ancestors) for n, p in places.items() if p.chain == 1
+    }
+    assert arrange(200.0, settle(slower, after)) == after
+    assert all(first[0] not in p.helpers for p in after.values()), "a slow one helps nobody"
+
+
+@given(seed=st.integers(0, 2**32), uplink=st.floats(50, 2000))
+def test_nobody_fast_is_behind_somebody_slow(seed: int, uplink: float) -> None:
+    rng = random.Random(seed)
+    members = [member(f"n{i}", rng.choice([100.0, 110.0, 30.0])) for i in range(rng.randrange(1, 20))]
+    places = arrange(uplink, members)
+    check(members, places)
+    links = {m.node_id: m.up_mbps for m in members}
+    median = sorted(links.values())[(len(links) - 1) // 2]
+    for node, place in places.items():
+        for ancestor in place.ancestors:
+            assert not links[ancestor] < 0.6 * median <= links[node]
+
+
+def test_helpers_are_the_tails_of_the_other_chains() -> None:
+    members = [member(f"n{i}") for i in range(6)]
+    places = arrange(200.0, members)
+    tails = {p.chain: n for n, p in places.items() if p.position == 2}
+    assert all(p.helpers == (tails[1 - p.chain],) for p in places.values())
+    assert all(p.helpers == () for p in arrange(100.0, members).values()), "one chain has nobody idle"
+
+
 def test_fewer_chains_after_links_became_faster_move_only_who_must() -> None:
     members = [member(f"n{i}", 100.0) for i in range(6)]
     places = arrange(300.0, members)
@@ -176,7 +218,7 @@ def test_fewer_chains_after_links_became_faster_move_only_who_must() -> None:
     assert {p.chain for p in after.values()} == {0, 1}
     for node, place in places.items():
         if place.chain < 2:
-            assert after[node] == place
+            assert replace(after[node], helpers=place.helpers) == place
 
 
 def test_a_relay_that_peers_lose_leaves_the_middle_of_its_chain() -> None:

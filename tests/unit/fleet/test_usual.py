@@ -48,6 +48,8 @@ def test_the_average_forgets_over_an_hour_and_swings_little() -> None:
 
 def test_following_a_wave_costs_less_than_staying_and_moves_few() -> None:
     figures = run(1, 6 * 3600.0)
-    assert figures["vs_never_swapping_max"] < 1
-    assert figures["swaps_per_node_2h_max"] <= 1
-    assert figures["short_s"] == 0
+    for market in ("", "bid_"):
+        assert figures[market + "vs_never_swapping_max"] < 1
+        assert figures[market + "swaps_per_node_2h_max"] <= 1
+        assert figures[market + "short_s"] == 0
+    assert figures["bid_raises_per_node_2h_mean"] > 1, "bids follow their floors instead"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 from app.learner.client import Fenced
-from app.learner.publisher import Announcement
+from app.learner.publisher import Announcement, Uploaded
 from app.protocol.errors import EchoError
-from app.protocol.learner import EvalReport, LearnerDirectives, Published, StepReport
+from app.protocol.learner import Drops, EvalReport, LearnerDirectives, Published, StepReport
 
 
 class FakeControl:
@@ -37,6 +37,9 @@ class FakeControl:
     def published(self, body: Published) -> LearnerDirectives:
         return self._take(body)
 
+    def drops(self, body: Drops) -> LearnerDirectives:
+        return self._take(body)
+
     def heartbeat(self, body: object) -> LearnerDirectives:
         self.beats += 1
         if self.error is not None:
@@ -50,6 +53,10 @@ class FakeControl:
     @property
     def evals(self) -> list[EvalReport]:
         return [m for m in self.log if isinstance(m, EvalReport)]
+
+    @property
+    def drop_reports(self) -> list[Drops]:
+        return [m for m in self.log if isinstance(m, Drops)]
 
     @property
     def versions(self) -> list[tuple[int, bool]]:
@@ -74,9 +81,10 @@ class FakeSink:
         self.weights[version] = dict(weights)
         return Announcement(version=version, bytes=10, chunks=1, relay_url="http://127.0.0.1:1")
 
-    def upload(self, version: int) -> None:
+    def upload(self, version: int) -> Uploaded:
         if self.upload_error is not None:
             raise self.upload_error
+        return "full"
 
 
 FENCED = Fenced("another learner has taken over")

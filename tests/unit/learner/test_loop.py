@@ -29,7 +29,7 @@ class CountingTrainer:
         self.steps += 1
         return StepMetrics(0.5, 1.0, {"loss": 0.0})
 
-    def state(self) -> TrainerState:
+    def snapshot(self) -> TrainerState:
         return TrainerState(self.steps, {"w": torch.tensor(float(self.steps))}, {})
 
 

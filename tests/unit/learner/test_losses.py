@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import get_args
 
@@ -15,21 +16,23 @@ from app.learner.losses import WHOLE_STEP, Limits, Surrogate, Tokens, surrogate,
 from app.protocol.job import LearnerSpec, LossName
 
 LOSSES = get_args(LossName)
-SPEC = LearnerSpec()
+SPEC = LearnerSpec(loss="ppo_clip")
 TOKEN = st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01), st.integers(0, 7), st.integers(0, 3))
 BATCH = st.tuples(st.lists(TOKEN, min_size=1, max_size=30), st.lists(st.floats(-3, 3), min_size=4, max_size=4))
 
 
 def tokens_of(batch, dtype=torch.float64) -> Tokens:
-    """Tokens sorted into four answers, one advantage an answer."""
+    """Tokens sorted into four answers, one advantage an answer; draws from few values, so that some are on an edge."""
     rows, by_answer = batch
     rows = sorted(rows, key=lambda row: row[3])
+    draw = torch.tensor([i * 7 % 10 / 10 for i in range(len(rows))], dtype=dtype)
     return Tokens(
         torch.tensor([r[0] for r in rows], dtype=dtype, requires_grad=True),
         torch.tensor([r[1] for r in rows], dtype=dtype),
         torch.tensor([by_answer[r[3]] for r in rows], dtype=dtype),
         torch.tensor([r[2] for r in rows]),
         torch.tensor([r[3] for r in rows]),
+        draw=draw,
     )
 
 
@@ -85,13 +88,13 @@ def slow_bapo(ratios, advantages):
     return low, high
 
 
-def slow(loss: str, new, old, advantages, lags, answers):
+def slow(loss: str, new, old, advantages, lags, answers, draws):
     """(objective, its derivative by log π_θ) of each token."""
     ratios = [math.exp(n - o) for n, o in zip(new, old, strict=True)]
     limit = slow_m2_limit([(n - o) ** 2 for n, o in zip(new, old, strict=True)], 0.04)
     tau = slow_tau(ratios, advantages, 0.04)
     bounds = slow_bapo(ratios, advantages)
-    for n, o, a, lag, answer, r in zip(new, old, advantages, lags, answers, ratios, strict=True):
+    for n, o, a, lag, answer, r, u in zip(new, old, advantages, lags, answers, ratios, draws, strict=True):
         if loss == "ppo_clip":
             value, cut = slow_clip(r, a, 0.8, 1.28)
             yield value, 0.0 if cut else r * a
@@ -122,6 +125,9 @@ def slow(loss: str, new, old, advantages, lags, answers):
             yield max(value, 3.0 * a) if a < 0 else value, 0.0 if cut else r * a
         elif loss == "cispo":
             yield min(r, 5.0) * a * n, min(r, 5.0) * a
+        elif loss == "obrs":
+            weight = min(max(1.0, r), 5.0) if u < min(1.0, r) else 0.0
+            yield weight * a, weight * a
         else:
             mine = [m - p for m, p, s in zip(new, old, answers, strict=True) if s == answer]
             s = math.exp(sum(mine) / len(mine))
@@ -135,7 +141,7 @@ def slow(loss: str, new, old, advantages, lags, answers):
 def test_value_and_gradient_are_those_of_the_formula(loss, batch):
     tokens = tokens_of(batch)
     made, gradient = evaluated(SPEC.model_copy(update={"loss": loss}), tokens)
-    columns = (tokens.logprobs, tokens.behaviour, tokens.advantages, tokens.lag, tokens.sequence)
+    columns = (tokens.logprobs, tokens.behaviour, tokens.advantages, tokens.lag, tokens.sequence, tokens.draw)
     want = list(slow(loss, *(c.tolist() for c in columns)))
     assert made.objective.tolist() == pytest.approx([v for v, _ in want], rel=1e-7, abs=1e-7)
     assert gradient.tolist() == pytest.approx([g for _, g in want], rel=1e-7, abs=1e-7)
@@ -146,7 +152,8 @@ def test_value_and_gradient_are_those_of_the_formula(loss, batch):
 def test_on_policy_the_gradient_is_that_of_reinforce(loss):
     new = torch.tensor([-0.1, -2.0, -0.7, -5.0, -1.0], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -2.0, -2.0, 0.5], dtype=torch.float64)
-    tokens = Tokens(new, new.detach(), advantages, torch.tensor([0, 1, 2, 9, 30]), torch.tensor([0, 0, 1, 1, 2]))
+    lag, answer, draw = torch.tensor([0, 1, 2, 9, 30]), torch.tensor([0, 0, 1, 1, 2]), torch.full((5,), 0.9999)
+    tokens = Tokens(new, new.detach(), advantages, lag, answer, draw=draw)
     made, gradient = evaluated(SPEC.model_copy(update={"loss": loss}), tokens)
     assert gradient.tolist() == pytest.approx(advantages.tolist())
     assert not (made.high | made.low).any()
@@ -159,10 +166,63 @@ def test_any_log_ratio_gives_a_finite_loss_and_gradient(loss, rows):
     new = torch.tensor([min(0.0, d) for d, _, _ in rows], requires_grad=True)
     old = torch.tensor([min(0.0, -d) for d, _, _ in rows])
     advantages = torch.tensor([a for _, a, _ in rows])
-    tokens = Tokens(new, old, advantages, torch.tensor([x for *_, x in rows]), torch.arange(len(rows)) // 3)
-    made, gradient = evaluated(SPEC.model_copy(update={"loss": loss}), tokens)
+    answers = torch.arange(len(rows)) // 3
+    tokens = Tokens(new, old, advantages, torch.tensor([x for *_, x in rows]), answers, old, torch.rand(len(rows)))
+    changes = {"loss": loss, "kl_beta": 0.1, "replay_ratio": ("off", "token", "sequence")[len(rows) % 3]}
+    made, gradient = evaluated(SPEC.model_copy(update=changes), tokens)
     assert torch.isfinite(made.objective).all()
     assert torch.isfinite(gradient).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(BATCH, st.sampled_from(["token", "sequence"]))
+def test_the_replay_ratio_is_outside_of_the_clip_and_truncated(batch, kind):
+    tokens = tokens_of(batch)
+    made, gradient = evaluated(SPEC.model_copy(update={"replay_ratio": kind, "replay_cap": 1.5}), tokens)
+    new, old, answers = tokens.logprobs.tolist(), tokens.behaviour.tolist(), tokens.sequence.tolist()
+    moved = [n - o for n, o in zip(new, old, strict=True)]
+    if kind == "sequence":
+        moved = [sum(m for m, s in zip(moved, answers, strict=True) if s == answer) for answer in answers]
+    want = [min(1.5, math.exp(m)) * a for m, a in zip(moved, tokens.advantages.tolist(), strict=True)]
+    assert made.objective.tolist() == pytest.approx(want, rel=1e-7, abs=1e-7)
+    assert gradient.tolist() == pytest.approx(want, rel=1e-7, abs=1e-7)
+    assert made.high.tolist() == [math.exp(m) > 1.5 for m in moved]
+
+
+@settings(deadline=None, max_examples=40)
+@given(BATCH, st.sampled_from(["ppo_clip", "dppo", "tis"]))
+def test_the_pull_to_v0_is_that_of_the_k3_estimator(batch, loss):
+    tokens = tokens_of(batch)
+    reference = tokens.behaviour * 0.5 - 0.3
+    free, free_gradient = evaluated(SPEC.model_copy(update={"loss": loss}), tokens)
+    pulled, gradient = evaluated(
+        SPEC.model_copy(update={"loss": loss, "kl_beta": 0.25}), dataclasses.replace(tokens, reference=reference)
+    )
+    apart = [r - n for r, n in zip(reference.tolist(), tokens.logprobs.tolist(), strict=True)]
+    kl = [math.exp(d) - d - 1 for d in apart]
+    assert all(k >= 0 for k in kl)
+    found = ((free.objective - pulled.objective) / 0.25).tolist()
+    assert found == pytest.approx(kl, rel=1e-6, abs=1e-6)
+    assert ((free_gradient - gradient) / 0.25).tolist() == pytest.approx(
+        [1 - math.exp(d) for d in apart], rel=1e-6, abs=1e-6
+    )
+
+
+def test_obrs_has_the_gradient_of_importance_sampling_on_the_average():
+    ratios = torch.tensor([0.25, 0.8, 1.0, 2.5], dtype=torch.float64)
+    new, count = (ratios * 0.1).log(), 2000
+    rows = torch.arange(count * 4) % 4
+    tokens = Tokens(
+        new[rows].requires_grad_(),
+        torch.full((count * 4,), math.log(0.1), dtype=torch.float64),
+        torch.ones(count * 4, dtype=torch.float64),
+        torch.ones_like(rows),
+        rows,
+        draw=(torch.arange(count * 4) // 4 + 0.5) / count,
+    )
+    made, gradient = evaluated(SPEC.model_copy(update={"loss": "obrs"}), tokens)
+    assert gradient.reshape(count, 4).mean(0).tolist() == pytest.approx(ratios.tolist(), abs=1e-3)
+    assert made.low.reshape(count, 4).double().mean(0).tolist() == pytest.approx([0.75, 0.2, 0, 0], abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +267,15 @@ def test_effective_sample_size():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"loss": "ppo"}, {"bapo_low": 0.95}, {"bapo_high_max": 1.1}, {"bapo_dual_clip": 2.0}, {"scale_rewards": "std"}],
+    [
+        {"loss": "ppo"},
+        {"gac_low": 0.95},
+        {"replay_ratio": "on"},
+        {"bapo_low": 0.95},
+        {"bapo_high_max": 1.1},
+        {"bapo_dual_clip": 2.0},
+        {"scale_rewards": "std"},
+    ],
 )
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ValueError):
@@ -215,6 +283,7 @@ def test_wrong_settings_are_refused(wrong):
 
 
 def test_rewards_are_scaled_as_the_loss_needs_unless_told_otherwise():
-    assert LearnerSpec().reward_scale == "group"
-    assert LearnerSpec(loss="dppo").reward_scale == "none"
+    assert LearnerSpec().loss == "dppo"
+    assert LearnerSpec().reward_scale == "none"
+    assert LearnerSpec(loss="ppo_clip").reward_scale == "group"
     assert LearnerSpec(loss="dppo", scale_rewards="batch").reward_scale == "batch"

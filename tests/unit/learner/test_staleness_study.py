@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -21,6 +22,21 @@ def test_lags_are_those_of_the_schedule(budget: int):
     assert const[:budget] == list(range(budget))
     echo = [t - staleness.behaviour_version("echo", budget, t) for t in range(2, 2 + 8 * max(1, budget - 1))]
     assert echo == [min(lag, budget) for lag in range(2, max(2, budget) + 1)] * 8
+
+
+def test_an_adaptive_s_shortens_the_lag_after_a_bad_step():
+    plan = staleness.Plan("dppo", "adaptive", 6, 0, 60, 1e-3, None, 8)
+    timetable, lags = staleness.Timetable(plan), []
+    for t in range(60):
+        lags.append(t - timetable.version(t))
+        bad = lags[-1] > 3
+        timetable.after({"ess": 0.3 if bad else 0.99, "mismatch_kl": 0.0, "reward": 0.5}, lags[-1])
+        assert lags[-1] <= timetable.staleness[t] <= 6
+    assert max(lags[:8]) == 4
+    # From then on a longer lag is tried now and then, and given up at the first step.
+    assert all(b <= 3 for a, b in itertools.pairwise(lags) if a > 3)
+    assert timetable.staleness[5] == 3
+    assert max(timetable.staleness[5:]) == 4
 
 
 def test_forgetting_puts_the_learners_own_logprobs_in():

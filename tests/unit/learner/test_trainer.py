@@ -97,26 +97,86 @@ def test_gradient_cosine_is_with_the_step_before():
     assert "grad_cosine" not in GRPOTrainer(random_model(), job()).step(groups).values
 
 
-def test_gradient_is_that_of_a_slow_loop_over_tokens():
+def pushed(loss: str, logprob, behaviour: float, advantage: float):
+    """What one token counts, slowly."""
+    ratio = torch.exp(logprob - behaviour)
+    if loss == "ppo_clip":
+        return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    moved = math.exp(float(logprob.detach())) - math.exp(behaviour)
+    masked = (advantage > 0 and moved > 0.2) or (advantage < 0 and moved < -0.2)
+    return (0.0 if masked else ratio * advantage) - 1e-3 * (logprob - behaviour) ** 2
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "dppo"])
+def test_gradient_is_that_of_a_slow_loop_over_tokens(loss: str):
     groups = [*batch(2, 3), group("silent", rewards=(1.0, 1.0, 1.0, 1.0))]
-    spec = job(learner={"grad_clip": 1e9, "warmup_steps": 0})
+    spec = job(learner={"grad_clip": 1e9, "warmup_steps": 0, "loss": loss})
     model, slow = random_model(), random_model()
     total = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
-    loss = torch.zeros(())
+    want = torch.zeros(())
     for g in groups:
         rewards = torch.tensor([r.reward for r in g.rollouts], dtype=torch.float64)
+        if len(set(rewards.tolist())) == 1:
+            continue
         for r, reward in zip(g.rollouts, rewards, strict=True):
-            advantage = float((reward - rewards.mean()) / (rewards.std() + 1e-4))
+            advantage = float((reward - rewards.mean()) / (rewards.std() + 1e-4 if loss == "ppo_clip" else 1.0))
             for i, token in enumerate(r.completion_ids):
                 seen = torch.tensor([[*r.prompt_ids, *r.completion_ids[:i]]])
                 logprob = torch.log_softmax(slow(input_ids=seen).logits[0, -1], -1)[token]
-                ratio = torch.exp(logprob - r.logprobs[i])
-                loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) / total
-    loss.backward()
+                want = want - pushed(loss, logprob, r.logprobs[i], advantage) / total
+    want.backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in slow.parameters()))
     metrics = GRPOTrainer(model, spec).step(groups)
-    assert metrics.values["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics.values["loss"] == pytest.approx(want.item(), rel=1e-4)
     assert metrics.values["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_reference_is_v0_also_after_a_restart():
+    spec = job(learner={"kl_beta": 0.1})
+    first = GRPOTrainer(random_model(), spec)
+    values = [first.step(near_policy(1)).values for _ in range(3)]
+    assert values[0]["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert values[2]["reference_kl"] > values[1]["reference_kl"] > 1e-6
+    second = GRPOTrainer(random_model(), spec)
+    second.restore(first.state())
+    assert second.step(near_policy(1)).values["reference_kl"] == first.step(near_policy(1)).values["reference_kl"]
+    assert same(weights(first.model), weights(second.model))
+    assert "reference_kl" not in GRPOTrainer(random_model(), job()).step(near_policy(1)).values
+
+
+def test_a_pull_to_v0_holds_the_policy_back():
+    apart = []
+    for beta in (1e-9, 10.0):
+        trainer = GRPOTrainer(random_model(), job(learner={"kl_beta": beta, "learning_rate": 1e-3}))
+        apart.append([trainer.step(near_policy(1, noise=0.0)).values for _ in range(15)][-1]["reference_kl"])
+    assert 0 < apart[1] < apart[0] / 3
+
+
+def test_gac_bends_a_gradient_that_repeats_the_one_before_and_skips_a_copy_of_it():
+    frozen = {"learning_rate": 1e-38, "gac": True, "grad_clip": 1e9}
+    groups, others = near_policy(4, noise=0.0), near_policy(5, noise=0.0)
+    plain = GRPOTrainer(random_model(), job(learner={**frozen, "gac": False, "grad_cosine": True}))
+    free = [plain.step(b).values for b in (groups, [*groups, *others])][1]
+    bent = GRPOTrainer(random_model(), job(learner={**frozen, "gac_low": 0.1, "gac_high": 1.0}))
+    values = [bent.step(b).values for b in (groups, [*groups, *others])][1]
+    cosine = free["grad_cosine"]
+    assert 0.1 < values["grad_cosine"] == cosine < 1.0
+    assert values["gac_removed"] == pytest.approx(1 - 0.1 / cosine)
+    # What is across stays, what is along is 0.1 of the length that there was.
+    want = free["grad_norm"] * math.sqrt(1 - cosine**2 + 0.1**2)
+    assert values["grad_norm"] == pytest.approx(want, rel=1e-3)
+
+
+def test_gac_skips_a_step_but_never_two_in_a_row():
+    trainer = GRPOTrainer(random_model(), job(learner={"gac": True, "gac_high": 0.3, "learning_rate": 1e-4}))
+    groups = near_policy(4, noise=0.0)
+    moved, skips = [], []
+    for _ in range(5):
+        before = weights(trainer.model)
+        skips.append(trainer.step(groups).values.get("gac_skipped", 0.0))
+        moved.append(not same(before, weights(trainer.model)))
+    assert skips == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert moved == [True, False, True, False, True]
 
 
 def test_groups_without_signal_change_nothing_but_the_denominator():

@@ -26,16 +26,16 @@ def tensors(seed: int):
 
 
 def reference(new, old, mask, advantages, spec: LearnerSpec) -> torch.Tensor:
-    """TRL's loss of one batch in one process, without accumulation, reference model or entropy bonus."""
+    """TRL's loss of one batch in one process, without accumulation or entropy bonus."""
     cap = {"cispo": spec.cispo_cap, "gspo": spec.gspo_high}.get(spec.loss, spec.clip_high)
     stub = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
         _entropy_bonus_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
-        args=SimpleNamespace(delta=None, steps_per_generation=1),
+        args=SimpleNamespace(delta=None, steps_per_generation=1, use_bias_correction_kl=False),
         aux_loss_enabled=False,
-        beta=0.0,
+        beta=spec.kl_beta,
         current_gradient_accumulation_steps=1,
         epsilon_high=cap,
         epsilon_low=spec.gspo_low if spec.loss == "gspo" else spec.clip_low,
@@ -54,19 +54,23 @@ def reference(new, old, mask, advantages, spec: LearnerSpec) -> torch.Tensor:
         "advantages": advantages,
         "old_per_token_logps": old,
         "num_items_in_batch": mask.sum(),
+        "ref_per_token_logps": old * 0.8,
     }
     return trl.GRPOTrainer._compute_loss(stub, None, inputs)
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "gspo"])
-def test_loss_and_gradient_are_those_of_trl(loss: str, seed: int):
-    spec = LearnerSpec(loss=loss, gspo_low=0.05, gspo_high=0.1, cispo_cap=1.5)
+@pytest.mark.parametrize(
+    ("loss", "beta"), [("ppo_clip", 0.0), ("cispo", 0.0), ("gspo", 0.0), ("ppo_clip", 0.04), ("cispo", 0.04)]
+)
+def test_loss_and_gradient_are_those_of_trl(loss: str, beta: float, seed: int):
+    spec = LearnerSpec(loss=loss, gspo_low=0.05, gspo_high=0.1, cispo_cap=1.5, kl_beta=beta)
     new, old, mask, advantages = tensors(seed)
     want = reference(new, old, mask, advantages, spec)
     (want_gradient,) = torch.autograd.grad(want, new)
     row, column = mask.nonzero(as_tuple=True)
-    tokens = Tokens(new[row, column], old[row, column], advantages[row], torch.ones_like(row), row)
+    mine, theirs = new[row, column], old[row, column]
+    tokens = Tokens(mine, theirs, advantages[row], torch.ones_like(row), row, theirs * 0.8)
     found = surrogate(spec, tokens)
     loss_value = -found.objective.sum() / mask.sum()
     (gradient,) = torch.autograd.grad(loss_value, new)

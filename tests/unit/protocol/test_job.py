@@ -75,6 +75,8 @@ def test_the_contracts_example_and_the_minimum_are_valid() -> None:
         ({"staleness_budget": 1.5}, "staleness_budget", "integer"),
         ({"staleness_budget": 3, "publish_period": 3}, "publish_period", "at most max(1, staleness_budget - 1) = 2"),
         ({"staleness_budget": 1, "publish_period": 2}, "publish_period", "at most max(1, staleness_budget - 1) = 1"),
+        ({"staleness_budget": 3, "staleness": {"max": 6}}, "staleness", "give one of them"),
+        ({"staleness": {"max": 6, "adaptive": "often"}}, "staleness.adaptive", "boolean"),
         ({"publish_period": 0}, "publish_period", "greater than or equal to 1"),
         ({"safety_factor": 0.9}, "safety_factor", "greater than or equal to 1"),
         ({"safety_factor": float("nan")}, "safety_factor", "finite"),

@@ -357,3 +357,36 @@ async def test_calls_of_a_kind_keep_their_distance() -> None:
     line.penalise("list", 30.0)
     await line.wait("list")
     assert slept[-1] == 30.0
+
+
+async def test_a_quota_that_is_used_up_for_hours_is_an_answer_at_once_and_no_request() -> None:
+    script = Script(
+        (429, {"error": "search_quota_exceeded", "msg": "daily"}), {"offers": []}, (429, "threshold=3600"), ROW
+    )
+    time = 0.0
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    provider = VastAI(
+        api_key="key",
+        transport=httpx.MockTransport(script),
+        clock=lambda: NOW,
+        interval_scale=0,
+        sleep=sleep,
+        monotonic=lambda: time,
+    )
+    query = OfferQuery(Billing.SPOT_BID)
+    for _ in range(3):
+        with pytest.raises(base.RateLimited) as caught:
+            await provider.search(query)
+        assert caught.value.wait_s == 12 * 3600
+    assert len(script.asked) == 1
+    time = 12 * 3600.0
+    assert await provider.search(query) == []
+    for _ in range(2):
+        result = await provider.rent(OFFER, SPEC)
+        assert (result.outcome, type(result.error)) == ("refused", base.RateLimited)
+    assert len(script.asked) == 3, "the second create was not sent"
+    assert slept == []

@@ -148,6 +148,11 @@ def test_a_value_reaches_the_machine_as_it_is(value: str) -> None:
     assert shlex.split(script[start : script.index("\nbash -c ", start)])[1] == f"A={value}"
 
 
+def test_the_machine_is_told_to_ask_for_notices_unless_the_order_says_otherwise() -> None:
+    assert "export ECHO2_NOTICES=ec2\n" in user_data(SPEC)
+    assert "export ECHO2_NOTICES=''\n" in user_data(replace(SPEC, env={"ECHO2_NOTICES": ""}))
+
+
 def test_the_script_runs_onstart_with_its_environment_and_shuts_down_whatever_comes_of_it(tmp_path: Path) -> None:
     shutdown = tmp_path / "shutdown"
     shutdown.write_text(f"#!/bin/bash\necho $* > {tmp_path}/down\n")

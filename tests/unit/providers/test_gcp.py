@@ -77,10 +77,11 @@ def test_an_intent_has_one_name_and_one_request_id() -> None:
 def test_the_startup_script_exports_the_environment_and_runs_onstart(tmp_path: Path) -> None:
     (tmp_path / "curl").write_text("#!/bin/sh\necho 203.0.113.9\n")
     (tmp_path / "curl").chmod(0o755)
-    text = script(replace(SPEC, onstart='echo "$ECHO2_JOIN_TOKEN $PUBLIC_IPADDR:$VAST_TCP_PORT_7070 $PWD"'))
+    onstart = 'echo "$ECHO2_NOTICES $ECHO2_JOIN_TOKEN $PUBLIC_IPADDR:$VAST_TCP_PORT_7070 $PWD"'
+    text = script(replace(SPEC, onstart=onstart))
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, timeout=10, check=True)
-    assert done.stdout == f"it's 203.0.113.9:7070 {tmp_path}\n"
+    assert done.stdout == f"gce it's 203.0.113.9:7070 {tmp_path}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Acts on what a machine that we hold is worth: bids raised and lowered, price increases accepted.
+
+Invariant: a bid or an increase is within the user's cap, the machine's own on-demand price and what the machine is
+worth; a new rate counts once the provider has accepted it, and each is sent once.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import bids, money, sight
+from app.fleet.core import Core
+from app.fleet.leases import Leases
+from app.fleet.market import Market
+from app.fleet.purse import Room
+from app.protocol.base import usd
+from app.storage.models import Lease
+from providers.base import Announcing, Billing, ProviderError
+
+log = logging.getLogger(__name__)
+
+
+class Bidding:
+    """Keeps the bids of machines that are worth it above their floors."""
+
+    def __init__(self, core: Core, leases: Leases, market: Market) -> None:
+        self.core = core
+        self.leases = leases
+        self.market = market
+        self.sent: dict[str, int] = {}
+        """Lease → the rate that was sent and that no listing need show yet."""
+
+    def outlook(self, lease: Lease) -> sight.Outlook:
+        """What the market says of a machine that we hold."""
+        if lease.billing != Billing.SPOT_BID:
+            return sight.Outlook(known=True)
+        usual = self.market.note_floor(lease)
+        floor = usual.micros_h if usual.at > usual.since else None
+        return sight.Outlook(floor, usual.known, self.market.on_demand(lease))
+
+    def keep(self, session: AsyncSession, lease: Lease, user: int | None, worth: int | None, room: Room) -> Room:
+        """Pay more for a machine that is worth it, `worth` micro-dollars per hour in all parts at most. Returns the
+        room that is left."""
+        caps = bids.Caps(user, self.market.on_demand(lease) if lease.billing == Billing.SPOT_BID else None)
+        asked = sight.keeping(lease, caps)
+        if asked is None:
+            # Endangered for another reason than its price: it stays as it is.
+            return room
+        if lease.billing == Billing.SPOT_BID:
+            rest = sight.rest(lease, active=True)
+            rate = bids.bid(asked, caps, None if worth is None else worth - rest)
+        else:
+            rate = asked
+        more = 0 if rate is None else rate - lease.rate_micros_h
+        if rate is None or more <= 0 or self.sent.get(lease.id) == rate or room.why_not(lease.provider, more):
+            return room
+        self.sent[lease.id] = rate
+        if lease.billing == Billing.SPOT_BID:
+            why = f"the floor is ${usd(asked)}/h"
+            self._emit(session, lease, "bid_raised", f"{lease.gpu_name}: bid raised to ${usd(rate)}/h; {why}")
+            self.leases.spawn(self._bid(lease.id, lease.provider, lease.instance_id or "", rate))
+        else:
+            what = f"{lease.gpu_name}: the host's new price of ${usd(rate)}/h is accepted; it is worth it"
+            self._emit(session, lease, "price_increase_accepted", what)
+            self.leases.spawn(self._accept(lease.id, lease.provider, lease.announced_id or "", rate))
+        return room.plus(lease.provider, more)
+
+    def ease(self, session: AsyncSession, lease: Lease, user: int | None) -> None:
+        """Lower a bid that the floor has left behind: we pay what we bid."""
+        if lease.billing != Billing.SPOT_BID or lease.instance_id is None:
+            return
+        caps = bids.Caps(user, self.market.on_demand(lease))
+        bid = bids.lowered(lease.market_micros_h, lease.rate_micros_h, caps)
+        if bid is None or self.sent.get(lease.id) == bid:
+            return
+        self.sent[lease.id] = bid
+        why = f"the floor is ${usd(lease.market_micros_h)}/h"
+        self._emit(session, lease, "bid_lowered", f"{lease.gpu_name}: bid lowered to ${usd(bid)}/h; {why}")
+        self.leases.spawn(self._bid(lease.id, lease.provider, lease.instance_id, bid))
+
+    def _emit(self, session: AsyncSession, lease: Lease, kind: str, message: str) -> None:
+        self.core.emit(session, lease.job_id, kind, message, lease=lease.id)
+
+    async def _bid(self, lease_id: str, provider: str, instance_id: str, rate: int) -> None:
+        try:
+            await self.core.providers[provider].set_bid(instance_id, rate)
+        except ProviderError as error:
+            # The next round sends it again; a machine that is outbid meanwhile is replaced.
+            self.sent.pop(lease_id, None)
+            log.warning("bid for %s was not changed: %s", instance_id, error)
+            return
+        async with self.core.db.write() as session:
+            lease = await session.get_one(Lease, lease_id)
+            lease.agreed_micros_h = rate
+            # Billed from here; the next listing may lag.
+            money.change_rate(session, lease, rate, self.core.clock(), self.core.metrics)
+
+    async def _accept(self, lease_id: str, provider: str, increase_id: str, rate: int) -> None:
+        there = self.core.providers[provider]
+        if not isinstance(there, Announcing):
+            return
+        try:
+            await there.accept_increase(increase_id)
+        except ProviderError as error:
+            self.sent.pop(lease_id, None)
+            log.warning("the price increase %s was not accepted: %s", increase_id, error)
+            return
+        async with self.core.db.write() as session:
+            lease = await session.get_one(Lease, lease_id)
+            # The listing tells from when it holds.
+            lease.agreed_micros_h = max(lease.agreed_micros_h, rate)
+            lease.announced_micros_h = lease.announced_id = None

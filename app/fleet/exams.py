@@ -1,0 +1,194 @@
+"""Evaluations by the fleet: held-out prompts as work items, so that the learner does not stop for them.
+
+Invariant: answers to held-out prompts are never trained on and count neither as accepted rollouts nor for admission;
+a job has at most one exam open, and one that is over leaves an Evaluation and no items.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import pyarrow as pa
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import admission, scores
+from app.fleet.core import Core
+from app.protocol.job import JobSpec
+from app.protocol.node import WorkItem as WorkItemMessage
+from app.storage.models import Evaluation, ExamItem, ItemStatus, Job, Node
+
+log = logging.getLogger(__name__)
+
+GREEDY = 1e-6
+"""A temperature at which the most likely token has all the probability; samplers take it for greedy."""
+WORTH = 0.5
+"""An exam that the next one overtakes still counts if this share of it was answered."""
+
+
+def is_exam(item_id: str) -> bool:
+    """Whether an id names an item of an exam."""
+    return "-eval-" in item_id
+
+
+class Exams:
+    """Opens exams, hands their items out, takes the answers, closes them."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    async def open_if_due(self, session: AsyncSession, job: Job, version: int) -> None:
+        """A version was published: begin its exam if one is due, and end the one before."""
+        spec = JobSpec.model_validate(job.spec)
+        learner, prompts = spec.learner, job.eval_prompts or 0
+        if learner.eval_by != "fleet" or not scores.due(version, learner.eval_every, job.exam_step) or prompts == 0:
+            return
+        await self._close(session, job, overtaken=True)
+        job.exam_step = version
+        kinds = [(learner.eval_samples, False), *([(1, True)] if learner.eval_greedy else [])]
+        for number, (samples, greedy) in enumerate(kinds):
+            for index in range(prompts):
+                session.add(
+                    ExamItem(
+                        id=f"{job.id}-eval-{version}-{number * prompts + index}", job_id=job.id, step=version,
+                        prompt_index=index, samples=samples, greedy=greedy, status=ItemStatus.PENDING,
+                        # The same draws each time, as in the learner's own evaluation: differences are the policy's.
+                        seed=admission.item_seed(spec.seed, index), created_at=self.core.clock(),
+                    )
+                )  # fmt: skip
+
+    async def waiting(self, session: AsyncSession, job: Job, version: int) -> float | None:
+        """Seconds that items have waited which a node of `version` may have; None if there are none."""
+        query = select(func.min(ExamItem.created_at)).where(
+            ExamItem.job_id == job.id, ExamItem.status == ItemStatus.PENDING, ExamItem.step <= version
+        )
+        since: float | None = await session.scalar(query)
+        return None if since is None else self.core.clock() - since
+
+    async def take(
+        self, session: AsyncSession, job: Job, node: Node, version: int, groups: int
+    ) -> list[WorkItemMessage]:
+        """Lease about as many answers as `groups` training groups would be."""
+        size = int(job.spec["batch"]["group_size"])
+        query = (
+            select(ExamItem)
+            .where(ExamItem.job_id == job.id, ExamItem.status == ItemStatus.PENDING, ExamItem.step <= version)
+            .order_by(ExamItem.greedy, ExamItem.prompt_index)
+            .limit(max(1, groups * size))
+        )
+        leased: list[ExamItem] = []
+        answers = 0
+        for item in await session.scalars(query):
+            if leased and answers + item.samples > groups * size:
+                break
+            leased.append(item)
+            answers += item.samples
+        rate = node.mu_measured / size if node.mu_measured else None
+        seconds = admission.lease_deadline(
+            t_train=job.t_train, prompts=job.spec["batch"]["prompts"], items=math.ceil(answers / size),
+            node_rate_groups_s=rate,
+        )  # fmt: skip
+        for item in leased:
+            item.status, item.node_id, item.deadline_at = ItemStatus.LEASED, node.id, self.core.clock() + seconds
+        return [
+            WorkItemMessage(
+                id=i.id, prompt_index=i.prompt_index, group_size=i.samples, seed=i.seed, deadline_s=seconds,
+                split="heldout", temperature=GREEDY if i.greedy else None,
+            )
+            for i in leased
+        ]  # fmt: skip
+
+    async def accept(
+        self, session: AsyncSession, job: Job, node_id: str, answers: Mapping[str, tuple[int, list[float]]]
+    ) -> list[str]:
+        """Take answers: item → (version, rewards). Returns those that were still this node's; closes a whole exam."""
+        taken = []
+        for item in await session.scalars(select(ExamItem).where(ExamItem.id.in_(list(answers)))):
+            if item.node_id == node_id and item.status == ItemStatus.LEASED:
+                item.version, item.rewards = answers[item.id]
+                item.status, item.deadline_at = ItemStatus.ACCEPTED, None
+                taken.append(item.id)
+        await session.flush()
+        await self._close(session, job)
+        return taken
+
+    async def expire(self, session: AsyncSession, job: Job) -> None:
+        """Leases past their deadline: the items are pending again."""
+        await session.execute(
+            update(ExamItem)
+            .where(
+                ExamItem.job_id == job.id,
+                ExamItem.status == ItemStatus.LEASED,
+                ExamItem.deadline_at < self.core.clock(),
+            )
+            .values(status=ItemStatus.PENDING, node_id=None, deadline_at=None)
+        )
+
+    @staticmethod
+    async def hand_back(session: AsyncSession, node_id: str, items: Sequence[str] | None = None) -> None:
+        """What a node holds (or of it, `items`) is pending again."""
+        mine = (ExamItem.node_id == node_id) & (ExamItem.status == ItemStatus.LEASED)
+        wanted = mine if items is None else mine & ExamItem.id.in_(items)
+        await session.execute(
+            update(ExamItem).where(wanted).values(status=ItemStatus.PENDING, node_id=None, deadline_at=None)
+        )
+
+    @staticmethod
+    async def discard(session: AsyncSession, job: Job) -> None:
+        """The learner is done: nobody needs the answers any more."""
+        await session.execute(delete(ExamItem).where(ExamItem.job_id == job.id))
+
+    async def _close(self, session: AsyncSession, job: Job, *, overtaken: bool = False) -> None:
+        """End the open exam if it is answered, or overtaken by the next."""
+        items = list(await session.scalars(select(ExamItem).where(ExamItem.job_id == job.id)))
+        answered = [i for i in items if i.status == ItemStatus.ACCEPTED]
+        if not items or (len(answered) < len(items) and not overtaken):
+            return
+        step = items[0].step
+        sampled = [i.rewards for i in answered if not i.greedy]
+        if sampled and len(answered) >= WORTH * len(items):
+            self._record(session, job, step, answered)
+        else:
+            self.core.emit(
+                session, job.id, "evaluation_overtaken",
+                f"v{step}: {len(answered)} of {len(items)} held-out answers had come when the next evaluation was due; "
+                "raise learner.eval_every or lower learner.eval_prompts",
+            )  # fmt: skip
+        await session.execute(delete(ExamItem).where(ExamItem.job_id == job.id, ExamItem.step == step))
+
+    def _record(self, session: AsyncSession, job: Job, step: int, answered: Sequence[ExamItem]) -> None:
+        found = scores.score(
+            [i.rewards for i in answered if not i.greedy], [statistics.fmean(i.rewards) for i in answered if i.greedy]
+        )
+        versions = [i.version for i in answered if i.version is not None]
+        session.add(
+            Evaluation(
+                job_id=job.id, step=step, reward=found.reward, prompts=found.prompts, at=self.core.clock(), by="fleet",
+                scores={**asdict(found), "versions": [min(versions), max(versions)]},
+            )
+        )  # fmt: skip
+        job.reward_eval, job.eval_step = found.reward, step
+        self.core.metrics.reward.labels(job.id, "eval").set(found.reward)
+        newest = f"…v{max(versions)}" if max(versions) > step else ""
+        many = f", pass@{found.k} {found.pass_at_k:.4f}" if found.k > 1 else ""
+        greedy = f", greedy {found.greedy:.4f}" if found.greedy is not None else ""
+        self.core.emit(
+            session, job.id, "evaluated",
+            f"held-out reward of v{step}{newest} by the fleet: {found.reward:.4f}{many}{greedy} over {found.prompts} "
+            "prompts",
+        )  # fmt: skip
+
+
+def answers(table: pa.Table) -> dict[str, tuple[int, list[float]]]:
+    """Item → (oldest version, rewards by sample) of a checked trajectory table."""
+    found: dict[str, tuple[int, dict[int, float]]] = {}
+    columns = ("work_item", "sample_index", "span_versions", "reward")
+    for item, sample, spans, reward in zip(*(table.column(c).to_pylist() for c in columns), strict=True):
+        version, rewards = found.get(item, (min(spans), {}))
+        rewards[sample] = reward
+        found[item] = (min(version, *spans), rewards)
+    return {item: (version, [r for _, r in sorted(rewards.items())]) for item, (version, rewards) in found.items()}

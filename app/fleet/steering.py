@@ -1,0 +1,123 @@
+"""Where the target goes once the learner's waiting is measured: from Eq. 2 toward the true knee. Pure.
+
+Eq. 2 supposes that nodes stand still during a broadcast; ours go on under the old version, so the learner is fed from
+about R / T_train upward and Eq. 2 asks for κT_train / (κT_train − T_bcast) times as much (FACTS §2.3, a simulation).
+How much is needed in truth is measured: the bubble ratio says too little, a learner that never waits says enough.
+
+Invariant: the aim lies between γ·R/T_train and twice that; it moves at most once a window of steps, and upward only
+when the pool really delivered what was asked for and the learner waited all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST = 2.0
+"""Eq. 2 grows without bound as T_bcast nears κT_train. Nodes that generate on need no more than this many times the
+consumption: a learner that waits all the same waits for younger versions, not for machines."""
+WINDOW_STEPS = 6
+"""Fewest steps between two moves; at least two publish periods as well, so that a window holds whole broadcasts."""
+LONGEST_WINDOW = 60
+"""Steps that are looked at, at most: what was long ago says little of now."""
+DOWN = 0.93
+UP = 1.15
+"""Down slowly, up at once: a waiting learner costs more than a surplus machine."""
+DROPS = 0.03
+"""More than this share of rollouts dropped as stale is a surplus, however seldom the learner waits."""
+DELIVERS = 0.95
+"""A pool that delivers less than this share of the aim says nothing about the aim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A learner step as the control service has it on record: seconds, rollouts, the pool's rollouts per second."""
+
+    step: int
+    t_train: float
+    t_idle: float
+    trained: int
+    dropped: int
+    mu_pool: float
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What the pool is held at."""
+
+    factor: float | None
+    """Target over γ·R/T_train: 1 is the consumption with its reserve, whatever T_train does. None: Eq. 2 still
+    decides."""
+    since_step: int
+    """The last step that was looked at before the factor moved."""
+    target: float
+    """Rollouts per second."""
+    knee: float
+    """R / T_train."""
+    why: str
+    moved: bool = False
+    """Whether this look moved it."""
+
+
+def steer(
+    before: tuple[float | None, int],
+    *,
+    eq2: float,
+    rollouts: int,
+    gamma: float,
+    t_train: float,
+    kappa: int,
+    steps: Sequence[Seen],
+    bound: float,
+) -> Aim:
+    """The aim after a look at the newest steps. Until it first moves it is Eq. 2's target, but at most MOST times the
+    consumption.
+
+    `before` is (factor, since_step) of the last aim, (None, 0) at first; `eq2` the target that the capacity rule gives;
+    `rollouts` R; `t_train` seconds; `steps` ascending; `bound` the share of the learner's time that it may wait; 0
+    switches steering off.
+    """
+    knee = rollouts / t_train
+    floor = gamma * knee
+    last = steps[-1].step if steps else 0
+    if bound <= 0:
+        return Aim(None, last, eq2, knee, "Eq. 2: steering is off")
+    kept, since = before[0], min(before[1], last)
+    factor = min(MOST, max(1.0, eq2 / floor if kept is None else kept))
+
+    def stay(why: str) -> Aim:
+        return Aim(kept, since, factor * floor, knee, why)
+
+    # The first step waits for the first machines: that is start-up, not a bubble.
+    window = [s for s in steps if s.step > max(1, since)][-LONGEST_WINDOW:]
+    enough = max(WINDOW_STEPS, 2 * kappa)
+    if len(window) < enough:
+        return stay(f"{len(window)} of {enough} steps of the next look")
+    bubble, dropped, pool = measured(window)
+    told = f"waits {bubble:.1%}, drops {dropped:.1%} over {len(window)} steps"
+    if bubble > bound:
+        if pool < DELIVERS * factor * floor:
+            return stay(f"{told}; the pool delivered {pool:.4g}, less than the aim: no reason to ask for more")
+        if factor >= MOST:
+            return stay(f"{told}; more machines would not help: a greater staleness_budget or faster broadcasts would")
+        new, what = min(MOST, max(factor, pool / floor) * UP), "more"
+    elif bubble <= bound / 2 or dropped > DROPS:
+        # What the pool delivered was enough, if it was less than the aim.
+        new, what = max(1.0, min(factor * DOWN, pool / floor)), "less"
+    else:
+        return stay(f"{told}: close to the bound of {bound:.0%}")
+    if abs(new - factor) < 1e-9:
+        return stay(f"{told}; as {what} as it may be")
+    return Aim(new, last, new * floor, knee, f"{told}: {what}", moved=True)
+
+
+def measured(window: Sequence[Seen]) -> tuple[float, float, float]:
+    """Bubble ratio, share of rollouts that were dropped, mean throughput of the pool over time."""
+    seconds = [s.t_idle + s.t_train for s in window]
+    total = sum(seconds)
+    made = sum(s.trained + s.dropped for s in window)
+    return (
+        sum(s.t_idle for s in window) / total if total > 0 else 0.0,
+        sum(s.dropped for s in window) / made if made else 0.0,
+        sum(s.mu_pool * t for s, t in zip(window, seconds, strict=True)) / total if total > 0 else 0.0,
+    )

@@ -1,0 +1,39 @@
+"""What rank 0 announces: JSON, and groups as Parquet.
+
+Invariant: what was packed is the same for every rank that unpacks it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from app.learner.buffer import Group
+from app.protocol import trajectory
+from app.protocol.base import Strict
+
+
+class Rehearsal(Strict):
+    """`GRPOTrainer.rehearse` with these arguments."""
+
+    rollouts: int
+    prompts: list[list[int]]
+    completion_tokens: int
+
+
+class Progress(Strict):
+    """What comes with the tensors of a restored state: the number of steps, and which optimizer tensors there are."""
+
+    steps: int
+    optimizer: list[str]
+
+
+def packed(groups: Sequence[Group]) -> bytes:
+    """Whole groups in their order."""
+    return trajectory.encode([r for g in groups for r in g.rollouts])
+
+
+def unpacked(data: bytes) -> list[Group]:
+    """The groups of `packed`, with log-probs and rewards in float32."""
+    rows = trajectory.rollouts(trajectory.read_table(data))
+    return [Group(item, tuple(made)) for item, made in itertools.groupby(rows, key=lambda r: r.work_item)]

@@ -1,0 +1,1 @@
+"""Notices that the machine itself is given before it is taken away."""

@@ -1,0 +1,26 @@
+"""deltas of versions, and what they saved"""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0006"
+down_revision = "0007"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    for name in ("delta_base", "delta_bytes", "delta_chunks"):
+        op.add_column("snapshots", sa.Column(name, sa.BigInteger(), nullable=True))
+    op.add_column("snapshots", sa.Column("delta_stored", sa.Boolean(), nullable=False, server_default=sa.false()))
+    op.add_column("snapshots", sa.Column("delta_share", sa.Double(), nullable=True))
+    op.add_column("snapshots", sa.Column("delta_note", sa.Text(), nullable=False, server_default=""))
+    for name in ("deltas_applied", "bytes_saved"):
+        op.add_column("nodes", sa.Column(name, sa.BigInteger(), nullable=False, server_default="0"))
+
+
+def downgrade() -> None:
+    for name in ("bytes_saved", "deltas_applied"):
+        op.drop_column("nodes", name)
+    for name in ("delta_note", "delta_share", "delta_stored", "delta_chunks", "delta_bytes", "delta_base"):
+        op.drop_column("snapshots", name)

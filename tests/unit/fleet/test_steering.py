@@ -1,0 +1,126 @@
+"""Where the target goes once waiting and drops are measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.fleet.steering import MOST, WINDOW_STEPS, Aim, Seen, measured, steer
+
+ROLLOUTS, GAMMA, T_TRAIN, KAPPA = 256, 1.1, 10.0, 2
+KNEE = ROLLOUTS / T_TRAIN
+FLOOR = GAMMA * KNEE
+EQ2 = 1.7 * FLOOR
+
+
+def history(
+    first: int, count: int, *, pool: float, bubble: float = 0.0, dropped: float = 0.0, t_train: float = T_TRAIN
+) -> list[Seen]:
+    """Steps that all waited for a share of their time."""
+    idle = t_train * bubble / (1 - bubble)
+    return [Seen(first + n, t_train, idle, ROLLOUTS, round(ROLLOUTS * dropped), pool) for n in range(count)]
+
+
+def look(before: Aim | None, steps: list[Seen], *, eq2: float = EQ2, bound: float = 0.05) -> Aim:
+    return steer(
+        (before.factor, before.since_step) if before else (None, 0),
+        eq2=eq2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=KAPPA, steps=steps, bound=bound,
+    )  # fmt: skip
+
+
+def test_begins_with_equation_two() -> None:
+    aim = look(None, [])
+    assert aim.target == pytest.approx(EQ2)
+    assert aim.knee == pytest.approx(KNEE)
+    assert not aim.moved
+    assert look(aim, [], eq2=1.2 * FLOOR).target == pytest.approx(1.2 * FLOOR), "T_bcast is a guess at first"
+
+
+def test_a_broadcast_as_long_as_the_period_does_not_rent_the_whole_market() -> None:
+    aim = look(None, [], eq2=1e6)
+    assert aim.target == pytest.approx(MOST * FLOOR)
+    waiting = look(aim, history(1, 20, pool=3 * FLOOR, bubble=0.3), eq2=1e6)
+    assert waiting.target == pytest.approx(MOST * FLOOR)
+    assert "more machines would not help" in waiting.why
+
+
+@pytest.mark.parametrize(
+    ("bubble", "dropped", "pool", "direction"),
+    [
+        (0.00, 0.00, EQ2, -1),
+        (0.02, 0.00, EQ2, -1),
+        (0.04, 0.00, EQ2, 0),
+        (0.04, 0.10, EQ2, -1),
+        (0.20, 0.00, EQ2, +1),
+        (0.20, 0.00, 0.96 * EQ2, +1),
+        (0.20, 0.00, 0.50 * EQ2, 0),
+        (0.20, 0.10, EQ2, +1),
+    ],
+)
+def test_moves_by_what_is_measured(bubble: float, dropped: float, pool: float, direction: int) -> None:
+    start = Aim(1.5, 10, 1.5 * FLOOR, KNEE, "")
+    aim = look(start, history(11, 8, pool=pool, bubble=bubble, dropped=dropped))
+    assert aim.factor is not None
+    assert (aim.factor > 1.5) - (aim.factor < 1.5) == direction
+    assert aim.moved == (direction != 0)
+    assert aim.why
+
+
+def test_waits_for_a_whole_window_and_counts_from_the_last_move() -> None:
+    start = Aim(1.5, 10, 1.5 * FLOOR, KNEE, "")
+    steps = history(1, 10, pool=EQ2, bubble=0.5) + history(11, WINDOW_STEPS - 1, pool=EQ2)
+    assert not look(start, steps).moved, "what was before the move says nothing of what came of it"
+    aim = look(start, [*steps, *history(10 + WINDOW_STEPS, 1, pool=EQ2)])
+    assert aim.moved
+    assert aim.since_step == 10 + WINDOW_STEPS
+
+
+def test_the_wait_for_the_first_machines_is_no_bubble() -> None:
+    first = [Seen(1, T_TRAIN, 600.0, ROLLOUTS, 0, EQ2)]
+    aim = look(Aim(1.5, 0, 1.5 * FLOOR, KNEE, ""), first + history(2, 8, pool=EQ2))
+    assert aim.target < 1.5 * FLOOR
+
+
+def test_a_smaller_pool_that_is_enough_is_the_new_aim_at_once() -> None:
+    aim = look(Aim(1.8, 10, 1.8 * FLOOR, KNEE, ""), history(11, 8, pool=1.2 * FLOOR))
+    assert aim.target == pytest.approx(1.2 * FLOOR)
+
+
+def test_a_learner_that_resumed_earlier_is_looked_at_from_where_it_stands() -> None:
+    aim = look(Aim(1.5, 100, 1.5 * FLOOR, KNEE, ""), history(1, 20, pool=EQ2))
+    assert aim.since_step == 20
+
+
+def test_switched_off_it_is_equation_two_whatever_happens() -> None:
+    aim = look(Aim(1.0, 0, FLOOR, KNEE, ""), history(1, 20, pool=EQ2, bubble=0.3), bound=0)
+    assert aim.target == EQ2
+    assert not aim.moved
+
+
+@given(
+    knee=st.floats(0.7, 1.6),
+    stretch=st.floats(1.0, 20.0),
+    noise=st.lists(st.floats(-0.01, 0.01), min_size=16, max_size=16),
+)
+@settings(max_examples=60)
+def test_finds_the_true_knee_from_wherever_equation_two_begins(knee: float, stretch: float, noise: list[float]) -> None:
+    """A learner that waits exactly when the pool delivers less than `knee` · R/T_train."""
+    eq2 = stretch * FLOOR
+    aim, step, bubbles = look(None, [], eq2=eq2), 0, []
+    for n in range(40):
+        pool = aim.target
+        bubble = min(0.9, max(0.0, 1 - pool / (knee * KNEE) + noise[n % 16]))
+        steps = history(step + 1, 10, pool=pool, bubble=bubble)
+        step += 10
+        aim = look(aim, steps, eq2=eq2)
+        bubbles.append(bubble)
+        assert FLOOR * (1 - 1e-9) <= aim.target <= MOST * FLOOR * (1 + 1e-9)
+    assert aim.target <= 1.2 * max(FLOOR, knee * KNEE), "no more than a move above what is needed"
+    assert sum(bubbles[-20:]) / 20 <= 0.06
+
+
+def test_measured_is_weighted_by_time() -> None:
+    steps = [Seen(1, 1.0, 0.0, 10, 0, 4.0), Seen(2, 1.0, 2.0, 10, 5, 8.0)]
+    assert measured(steps) == pytest.approx((0.5, 0.2, 7.0))
+    assert measured([]) == (0.0, 0.0, 0.0)

@@ -1,0 +1,87 @@
+"""The loop with an S that moves, and with groups to spare."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from app.learner.loop import Position
+from app.learner.trainer import StepMetrics
+from tests.unit.learner.samples import group
+from tests.unit.learner.test_loop import Rig
+
+BAD = {"ess": 0.2, "mismatch_kl": 0.3, "reward": 0.5}
+
+
+def answering(rig: Rig, values: dict[str, float]) -> None:
+    """Steps say these numbers of themselves."""
+    step = rig.trainer.step
+
+    def told(groups) -> StepMetrics:
+        done = step(groups)
+        return StepMetrics(done.reward, done.t_train, values)
+
+    rig.trainer.step = told
+
+
+def test_a_bad_step_asks_for_a_lower_s_in_its_own_report(tmp_path: Path):
+    spec = {"staleness": {"max": 3, "adaptive": True}, "stop": {"steps": 2}}
+    with Rig(tmp_path, **spec) as rig:
+        answering(rig, BAD)
+        rig.feed(2, version=-2)
+        rig.feed(2, version=1)
+        rig.run()
+    first, second = rig.control.steps
+    assert (first.staleness.staleness_budget, first.staleness.publish_period) == (1, 1)
+    assert "ESS 0.200 is below 0.5" in first.staleness.reason
+    assert second.staleness is None
+
+
+def test_without_adaptive_staleness_nothing_is_asked_for(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 1}) as rig:
+        answering(rig, BAD)
+        rig.feed(2)
+        rig.run()
+    assert rig.control.steps[0].staleness is None
+
+
+def test_what_a_lower_s_makes_stale_is_reported_and_is_no_fault(tmp_path: Path):
+    """Seven groups of v_0 are more than S = 1 ever lets be ahead; the learner waits for younger ones all the same."""
+    with Rig(tmp_path, stop={"steps": 3}, position=Position(evaluated=0, published=0)) as rig:
+        rig.feed(4)
+        thread = threading.Thread(target=rig.loop.run)
+        thread.start()
+        while rig.trainer.steps < 2:
+            thread.join(0.01)
+        rig.outbox.flush(20)
+        rig.control.word = rig.control.word.model_copy(update={"staleness_budget": 1, "publish_period": 1})
+        rig.directives.update(rig.control.word)
+        rig.feed(7)
+        while not any(d.dropped for d in rig.control.drop_reports):
+            assert thread.is_alive()
+            thread.join(0.01)
+        thread.join(1.2)
+        assert thread.is_alive()
+        rig.feed(2, version=2)
+        thread.join(20)
+        assert not thread.is_alive()
+        rig.outbox.flush(20)
+    assert [d.reason for report in rig.control.drop_reports for d in report.dropped] == ["stale"] * 7
+    assert rig.control.steps[-1].lags == {0: 8}
+
+
+def test_groups_without_a_signal_are_made_up_for_and_count_as_trained(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 2}) as rig:
+        for name, rewards in [("a", (1.0,) * 4), ("b", (0.0, 1.0) * 2), ("c", (0.0, 1.0) * 2)]:
+            rig.buffer.add(group(name, rewards=rewards))
+        rig.feed(2)
+        rig.run()
+    assert [s.trained for s in rig.control.steps] == [["a", "b", "c"], ["w3", "w4"]]
+
+
+def test_refill_can_be_switched_off(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 2}, learner={"refill": False}) as rig:
+        rig.buffer.add(group("a", rewards=(1.0,) * 4))
+        rig.feed(4)
+        rig.run()
+    assert [len(s.trained) for s in rig.control.steps] == [2, 2]
