@@ -10,91 +10,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from app.fleet.topology import Member, arrange
 from app.snapshots import Source, new_key
 from bench import broadcast_nodes as roles
+from bench import broadcast_shardcast
+from bench.broadcast_cases import FULL, MIDDLE_LEAF, QUICK, SHARDCAST, Case, Result
+from bench.broadcast_report import plot, row, show, summary
+from bench.broadcast_side import measure_memory, measure_training
 from bench.delta import measure_delta
 from bench.wan import Link, Wan, missing
 
-MTU, SEGMENT = 1500, 1448
 START_TIMEOUT_S = 60.0
-MB = 1_000_000
-LIES_FROM = 400
-"""Leaf from which on a liar lies: about the middle."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One row. `slow`, `liar` and `kill` are nodes (1…n); `kill` dies at half of the limit."""
-
-    name: str
-    transport: str = "chain"
-    n: int = 9
-    rtt_ms: float = 40.0
-    size: int = 100 * MB
-    learner_mbps: float = 200.0
-    node_mbps: float = 100.0
-    slow: int | None = None
-    liar: int | None = None
-    kill: int | None = None
-    pause_s: float = 2.5
-    warm_up: int = 20 * MB
-    congestion: str = "cubic"
-    idle_restart: bool = False
-    """Whether the hosts' TCP starts slowly after a pause: Linux's default; docs/broadcast.md says to turn it off."""
-
-    @property
-    def limit_s(self) -> float:
-        """M / B_w, headers counted."""
-        return self.size * 8 * MTU / SEGMENT / (min(self.node_mbps, self.learner_mbps) * 1e6)
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Seconds per node that finished, what else was told, and CPU seconds per node."""
-
-    case: Case
-    done: dict[int, float]
-    told: list[roles.Event]
-    cpu_s: float
-
-    def seconds(self, without: int | None = None) -> float:
-        """When the last node had it; `without` one that doesn't count."""
-        return max(s for host, s in self.done.items() if host != without)
-
-
-QUICK = [
-    Case("chains", size=60 * MB, pause_s=1.0),
-    Case("star", "star", size=60 * MB, pause_s=1.0, warm_up=2 * MB),
-]
-"""Smaller, so that it stays under a minute."""
-FULL = [
-    Case("chains", n=1),
-    Case("chains", n=3),
-    Case("chains"),
-    Case("chains", n=16),
-    Case("star", "star", warm_up=2 * MB),
-    Case("star", "star", n=16, warm_up=2 * MB),
-    Case("chains, hosts not tuned", idle_restart=True),
-    Case("chains, 100 ms", rtt_ms=100),
-    Case("one hop, 1 Gbit/s", n=1, rtt_ms=20, size=500 * MB, learner_mbps=1000, node_mbps=1000),
-    Case("a node killed at half time", kill=3),
-    Case("a node at half rate", slow=4),
-    Case("a node that flips bits", liar=3),
-]
 
 
 class Lab:
@@ -121,7 +58,7 @@ class Lab:
         half = case.rtt_ms / 4
         rates = [case.node_mbps / (2 if k == case.slow else 1) for k in range(1, case.n + 1)]
         links = [Link(case.learner_mbps, case.learner_mbps, half), *(Link(rate, rate, half) for rate in rates)]
-        wan = stack.enter_context(Wan(links, self._folder, idle_restart=case.idle_restart))
+        self.wan = wan = stack.enter_context(Wan(links, self._folder, idle_restart=case.idle_restart))
         stores = Path(
             tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None, prefix="bench-broadcast-")
         )
@@ -135,7 +72,7 @@ class Lab:
                 key,
                 rates[k - 1],
                 sources[k],
-                LIES_FROM if k == case.liar else None,
+                range(MIDDLE_LEAF, MIDDLE_LEAF + case.lies) if k == case.liar else None,
                 case.congestion,
             )
             for k in range(1, case.n + 1)
@@ -176,12 +113,13 @@ def upstreams(case: Case, rates: Sequence[float]) -> dict[int, list[Source]]:
         return {k: [learner] for k in range(1, case.n + 1)}
     members = [Member(str(k), rate, rate, True, 1.0) for k, rate in enumerate(rates, 1)]
     return {
-        int(name): [
-            *(Source("peer", f"http://{Wan.address(int(a))}:{roles.PORT}", a) for a in place.ancestors),
-            learner,
-        ]
+        int(name): [*map(_peer, place.ancestors), learner, *map(_peer, place.helpers)]
         for name, place in arrange(case.learner_mbps, members).items()
     }
+
+
+def _peer(name: str) -> Source:
+    return Source("peer", f"http://{Wan.address(int(name))}:{roles.PORT}", name)
 
 
 def measure(case: Case, folder: Path) -> Result:
@@ -198,8 +136,12 @@ def measure(case: Case, folder: Path) -> Result:
             lab.wait(lambda: False, case.limit_s / 2)
             lab.processes[case.kill].kill()
             nodes.discard(case.kill)
+        if case.cut is not None:
+            lab.wait(lambda: False, case.limit_s / 2)
+            lab.wan.cut(case.cut, True)
+            nodes.discard(case.cut)
         lab.wait(lambda: lab.hosts("have", 2) >= nodes, case.limit_s * (case.n + 3) + 30)
-        have = {e["host"]: e for e in lab.told if e["event"] == "have" and e["version"] == 2}
+        have = {e["host"]: e for e in lab.told if e["event"] == "have" and e["version"] == 2 and e["host"] in nodes}
         if not nodes <= set(have):
             raise RuntimeError(f"nodes {sorted(nodes - set(have))} did not get the version: {lab.told[-5:]}")
         told = [e for e in lab.told if e["event"] in ("lie", "stall")]
@@ -207,69 +149,62 @@ def measure(case: Case, folder: Path) -> Result:
         return Result(case, {host: e["at"] - published for host, e in have.items()}, told, cpu)
 
 
-def row(result: Result) -> dict[str, Any]:
-    """A result as the JSON shows it. A node of half the rate doesn't count for its own row."""
-    case, seconds = result.case, result.seconds(result.case.slow)
-    return {
-        "case": case.name,
-        "transport": case.transport,
-        "n": case.n,
-        "rtt_ms": case.rtt_ms,
-        "bytes": case.size,
-        "seconds": round(seconds, 3),
-        "limit_seconds": round(case.limit_s, 3),
-        "vs_limit": round(seconds / case.limit_s, 3),
-    }
-
-
-def summary(results: Sequence[Result], delta: dict[str, Any] | None) -> dict[str, Any]:
-    """The last line of the output; null is what was not run."""
-    plain = {(r.case.transport, r.case.n): r.seconds() for r in results if r.case.name in ("chains", "star")}
-    found: dict[str, Any] = {"rows": [row(r) for r in results]}
-    for n in (9, 16):
-        star, chain = plain.get(("star", n)), plain.get(("chain", n))
-        found[f"star_over_chain_{n}"] = round(star / chain, 2) if star and chain else None
-    return found | {"shardcast_over_chain_9": None, "delta": delta}
-
-
-def show(console: Console, results: Sequence[Result], delta: dict[str, Any] | None) -> None:
-    """The table for people."""
-    table = Table("case", "N", "RTT ms", "MB", "seconds", "limit", "× limit", "CPU s/node", "told")
-    for result in results:
-        r = row(result)
-        told = ", ".join(sorted({f"{e['host']}: {e['event']} {e['source']}" for e in result.told}))
-        numbers = [f"{r[key]:.2f}" for key in ("seconds", "limit_seconds", "vs_limit")]
-        table.add_row(
-            r["case"], str(r["n"]), f"{r['rtt_ms']:g}", f"{r['bytes'] / MB:g}", *numbers, f"{result.cpu_s:.2f}", told
-        )
-    console.print(table)
-    if delta is not None:
-        console.print("delta of one step:", delta)
-    console.print("1-minute load of this machine:", f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-
-
-def main() -> None:
+def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="chain and star with N = 9, and the delta")
     parser.add_argument("--only", default="", help="cases whose 'name n' contains this")
     parser.add_argument("--congestion", default="cubic", help="congestion control of all hosts")
-    options = parser.parse_args()
-    console = Console(width=140)
-    reason = missing()
-    if reason:
-        console.print(f"bench-broadcast: no network lab here, so no broadcast was measured: {reason}")
-    cases = [c for c in (QUICK if options.quick else FULL) if options.only in f"{c.name} {c.n}" and not reason]
-    cases = [replace(c, congestion=options.congestion) for c in cases]
+    parser.add_argument("--plot", type=Path, help="draw seconds against N into this file")
+    parser.add_argument("--memory-gb", type=float, default=10.0, help="snapshot of the memory measurement, in GB")
+    return parser.parse_args()
+
+
+def run_cases(options: argparse.Namespace, console: Console) -> tuple[list[Result], dict[str, str]]:
+    """All cases that can be run here, and why the others weren't."""
+    skipped: dict[str, str] = {}
     results: list[Result] = []
+    wanted = [c for c in (QUICK if options.quick else [*FULL, *SHARDCAST]) if options.only in f"{c.name} {c.n}"]
+    reason = missing()
+    without = broadcast_shardcast.prepare() if not reason and any(c in SHARDCAST for c in wanted) else ""
     with tempfile.TemporaryDirectory(prefix="bench-wan-") as folder:
-        for case in cases:
-            results.append(measure(case, Path(folder)))
-            r = row(results[-1])
-            console.print(f"{r['case']}, N = {r['n']}: {r['seconds']:.2f} s, {r['vs_limit']:.2f} × limit")
-    delta = None if options.only else measure_delta()
-    show(console, results, delta)
-    print(json.dumps(summary(results, delta)))
+        for case in wanted:
+            why = reason or (without if case.transport == "shardcast" else "")
+            if not why:
+                run = broadcast_shardcast.measure if case.transport == "shardcast" else measure
+                try:
+                    results.append(run(replace(case, congestion=options.congestion), Path(folder)))
+                except RuntimeError as error:
+                    why = str(error)
+            if why:
+                skipped[f"{case.name} {case.n}"] = why
+                console.print(f"{case.name}, N = {case.n}: not measured: {why}")
+            else:
+                r = row(results[-1])
+                console.print(f"{r['case']}, N = {r['n']}: {r['seconds']:.2f} s, {r['vs_limit']:.2f} × limit")
+    return results, skipped
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    options, console = parse(), Console(width=140)
+    results, skipped = run_cases(options, console)
+    more: dict[str, Any] = {"not_run": skipped} if skipped else {}
+    delta = None
+    if not options.only:
+        delta = measure_delta()
+    if not options.quick and options.only in "training":
+        more["training"] = measure_training()
+    if not options.quick and options.only in "memory":
+        more["memory"] = measure_memory(int(options.memory_gb * 1e9))
+    found = summary([row(result) for result in results], delta, **more)
+    show(console, found)
+    if options.plot is not None:
+        try:
+            plot(found, options.plot)
+        except ImportError as error:
+            console.print(f"no plot: {error}; pip install matplotlib")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

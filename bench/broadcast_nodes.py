@@ -36,14 +36,14 @@ Tell = Callable[..., None]
 
 @dataclass(frozen=True)
 class Role:
-    """What a forked process needs to know. `liar_from`: first leaf that it falsifies for its children."""
+    """What a forked process needs to know. `lies`: leaves that it falsifies for its children."""
 
     host: int
     folder: Path
     key: Ed25519PrivateKey
     uplink_mbps: float | None
     sources: Sequence[Source] = ()
-    liar_from: int | None = None
+    lies: range | None = None
     congestion: str = "cubic"
 
 
@@ -179,33 +179,33 @@ async def _node(role: Role, tell: Tell) -> None:
 
 
 class _LyingReader(Reader):
-    """Reads what it has, but for one bit of each leaf from a certain one on."""
+    """Reads what it has, but for one bit of some leaves."""
 
-    liar_from = 0
+    lies = range(0)
 
     def read(self, n: int) -> bytes:
         data = super().read(n)
-        return data if n < self.liar_from else bytes([data[0] ^ 1]) + data[1:]
+        return bytes([data[0] ^ 1]) + data[1:] if n in self.lies else data
 
 
 class _LyingStore(SnapshotStore):
-    liar_from = 0
+    lies = range(0)
 
     def open(self, version: int) -> Reader | None:
         reader = super().open(version)
         if reader is not None:
             liar = _LyingReader.__new__(_LyingReader)
             liar.__dict__.update(reader.__dict__)
-            liar.liar_from = self.liar_from
+            liar.lies = self.lies
             return liar
         return None
 
 
 def _store(role: Role) -> SnapshotStore:
-    kind = SnapshotStore if role.liar_from is None else _LyingStore
+    kind = SnapshotStore if role.lies is None else _LyingStore
     store = kind(role.folder, job_id=JOB, public_key=public_hex(role.key), keep=1)
-    if isinstance(store, _LyingStore) and role.liar_from is not None:
-        store.liar_from = role.liar_from
+    if isinstance(store, _LyingStore) and role.lies is not None:
+        store.lies = role.lies
     return store
 
 

@@ -106,9 +106,9 @@ class Timetable:
         self._plan = plan
         self._controller = Adaptive(plan.spec)
         self._published = [0]
-        self.staleness = [plan.staleness]
+        self.staleness = [plan.spec.first_staleness]
         """S of each step."""
-        self._period = plan.spec.kappa
+        self._period = plan.spec.first_period
 
     def version(self, t: int) -> int:
         """The version that the batch of step t is sampled from. To be asked for every step, in order."""
@@ -240,17 +240,18 @@ def plans(args: argparse.Namespace) -> list[Plan]:
 
 
 def study(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Make the runs that are missing; all that were asked for."""
+    """Make the runs that are missing, unless only a report is wanted; all that were asked for and are there."""
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "runs.jsonl"
     done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    folder = tiny_model(args.cache)
-    wanted = []
+    wanted: list[dict[str, Any]] = []
     for plan in plans(args):
         key = dataclasses.asdict(plan)
         found = next((r for r in done if all(r[k] == v for k, v in key.items())), None)
+        if found is None and args.report_only:
+            continue
         if found is None:
-            found = run(plan, folder, load_task(plan.spec.task, plan.seed))
+            found = run(plan, tiny_model(args.cache), load_task(plan.spec.task, plan.seed))
             with log.open("a") as file:
                 file.write(json.dumps(found) + "\n")
         wanted.append(found)
@@ -291,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--scale-rewards", choices=("group", "none", "batch"), help="default: the loss's own")
     parser.add_argument("--eval-prompts", type=int, default=512)
+    parser.add_argument("--report-only", action="store_true", help="table and plot of the runs that are there")
     args = parser.parse_args(argv)
     if args.steps < 1 or args.eval_prompts < 1:
         parser.error("--steps and --eval-prompts must be at least 1")
@@ -298,6 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     began = time.monotonic()
     runs = study(args)
+    if not runs:
+        parser.error("there are no such runs")
     (args.out / "table.md").write_text(table(runs))
     plot(runs, args.out / "staleness.png")
     print(table(runs))

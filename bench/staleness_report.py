@@ -18,10 +18,12 @@ def cells(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, int, list[
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown: held-out reward (mean and range over seeds) and how far the policies were apart at the end."""
+    """Markdown: held-out reward (mean and range over seeds, and against the same loss and seeds at S = 1) and how far
+    the policies were apart at the end."""
     lines = [
-        "| schedule | loss | S | seeds | start | held-out reward | range | ESS | mean (log r)² | clipped |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| schedule | loss | S | seeds | start | held-out reward | range | against S = 1 "
+        "| ESS | mean (log r)² | clipped |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for schedule, loss, staleness, same in cells(runs):
         rewards = [r["heldout"] for r in same]
@@ -30,9 +32,19 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         reward = statistics.fmean(rewards)
         lines.append(
             f"| {schedule} | {loss} | {staleness} | {len(same)} | {mean['start']:.3f} | {reward:.3f} "
-            f"| {min(rewards):.3f}–{max(rewards):.3f} | {' | '.join(apart)} |"
+            f"| {min(rewards):.3f}–{max(rewards):.3f} | {against(runs, same)} | {' | '.join(apart)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def against(runs: Sequence[dict[str, Any]], same: Sequence[dict[str, Any]]) -> str:
+    """By how much the runs of one cell end above or below those of S = 1 with their loss and seeds, in per cent."""
+    one = same[0]
+    by_seed = {r["seed"]: r["heldout"] for r in runs if r["staleness"] == 1 and r["loss"] == one["loss"]}
+    pairs = [(r["heldout"], by_seed[r["seed"]]) for r in same if r["seed"] in by_seed]
+    if one["staleness"] == 1 or not pairs:
+        return "–"
+    return f"{100 * (sum(a for a, _ in pairs) / sum(b for _, b in pairs) - 1):+.1f} %"
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:

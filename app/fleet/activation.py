@@ -17,6 +17,9 @@ __all__ = ["Candidate", "Decision", "Policy", "Running", "cheapest_cover", "deci
 
 ROUNDING = 1e-9
 """Sums of throughputs are compared up to this share: the last bit of a float must not rent a machine."""
+ALIKE = 0.95
+"""A machine of at least this share of another's throughput can take its place: that much the same card on the same
+link differs by its past alone, and a second machine for the last percent would make no swap pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +147,9 @@ def _judged(r: Running, limits: Mapping[str, int | None]) -> Running:
 
 def _worth(r: Running, market: Sequence[Candidate], slots: int, policy: Policy) -> int | None:
     """The most that keeping a lease may cost before it is let go; None if nothing can take its place."""
-    old = r.candidate
-    cover = cheapest_cover([replace(o, price=_lasting(o)) for o in market], old.mu, slots)
-    if sum(c.mu for c in cover) < old.mu * (1 - ROUNDING):
+    old, need = r.candidate, r.candidate.mu * ALIKE
+    cover = cheapest_cover([replace(o, price=_lasting(o)) for o in market], need, slots)
+    if sum(c.mu for c in cover) < need * (1 - ROUNDING):
         return None
     rival = sum(c.price for c in cover)
     switch = round((_at_best(old) + rival) * _switch_s(cover, policy) / 3600)
@@ -162,8 +165,8 @@ def _rent_limits(rent: Sequence[Candidate], market: Sequence[Candidate], slots: 
     others = [o for o in market if o.machine not in taken]
     out = {}
     for c in rent:
-        instead = cheapest_cover(others, c.mu, slots)
-        if sum(o.mu for o in instead) >= c.mu * (1 - ROUNDING):
+        instead = cheapest_cover(others, c.mu * ALIKE, slots)
+        if sum(o.mu for o in instead) >= c.mu * ALIKE * (1 - ROUNDING):
             out[c.key] = sum(o.price for o in instead)
     return out
 
@@ -203,7 +206,7 @@ def _surplus(running: Sequence[Running], planned: float, target: float, policy: 
 
 
 def _swap(running: Sequence[Running], market: Sequence[Candidate], free: int, policy: Policy) -> Decision:
-    """One dear machine for cheaper ones of at least its throughput, if that pays."""
+    """One dear machine for cheaper ones that do as much, if that pays."""
     for r in sorted((r for r in running if r.ready and r.age_s >= policy.min_life_s), key=lambda r: -r.candidate.rho):
         share = policy.min_saving if r.age_s >= policy.settle_s else policy.early_saving
         cover = _replacement(r.candidate, market, max(1, free), share)
@@ -240,10 +243,11 @@ def _replacement(old: Candidate, market: Sequence[Candidate], slots: int, share:
     limit = _at_best(old) * (1 - share)
     cheap = {o.key: o for o in market if _lasting(o) <= limit and o.mu > 0}
     # No cover costs less than the best unit cost times the throughput: most machines need no search.
-    if not cheap or old.mu * min(_lasting(o) / min(o.mu, old.mu) for o in cheap.values()) > limit:
+    need = old.mu * ALIKE
+    if not cheap or need * min(_lasting(o) / min(o.mu, need) for o in cheap.values()) > limit:
         return []
-    cover = cheapest_cover([replace(o, price=_lasting(o)) for o in cheap.values()], old.mu, slots)
-    covers = sum(c.mu for c in cover) >= old.mu * (1 - ROUNDING)
+    cover = cheapest_cover([replace(o, price=_lasting(o)) for o in cheap.values()], need, slots)
+    covers = sum(c.mu for c in cover) >= need * (1 - ROUNDING)
     return [cheap[c.key] for c in cover] if covers and sum(c.price for c in cover) <= limit else []
 
 

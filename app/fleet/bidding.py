@@ -1,4 +1,4 @@
-"""Acts on what a machine that we hold is worth: bids raised and lowered, price increases accepted.
+"""Acts on what a machine that we hold is worth: bids raised and lowered, price increases accepted, ends announced.
 
 Invariant: a bid or an increase is within the user's cap, the machine's own on-demand price and what the machine is
 worth; a new rate counts once the provider has accepted it, and each is sent once.
@@ -7,13 +7,15 @@ worth; a new rate counts once the provider has accepted it, and each is sent onc
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import bids, money, sight
+from app.fleet import activation, bids, money, sight
 from app.fleet.core import Core
 from app.fleet.leases import Leases
 from app.fleet.market import Market
+from app.fleet.nodes import Nodes
 from app.fleet.purse import Room
 from app.protocol.base import usd
 from app.storage.models import Lease
@@ -21,16 +23,22 @@ from providers.base import Announcing, Billing, ProviderError
 
 log = logging.getLogger(__name__)
 
+LAST_S = 60.0
+"""So long before its host ends it, a machine is drained: what it has made is handed in."""
+
 
 class Bidding:
-    """Keeps the bids of machines that are worth it above their floors."""
+    """Keeps machines that are worth it, and lets the others go in order."""
 
-    def __init__(self, core: Core, leases: Leases, market: Market) -> None:
+    def __init__(self, core: Core, leases: Leases, market: Market, nodes: Nodes) -> None:
         self.core = core
+        self.nodes = nodes
         self.leases = leases
         self.market = market
         self.sent: dict[str, int] = {}
         """Lease → the rate that was sent and that no listing need show yet."""
+        self._warned: set[str] = set()
+        """Leases of which somebody was told that they will be over soon."""
 
     def outlook(self, lease: Lease) -> sight.Outlook:
         """What the market says of a machine that we hold."""
@@ -79,6 +87,33 @@ class Bidding:
         why = f"the floor is ${usd(lease.market_micros_h)}/h"
         self._emit(session, lease, "bid_lowered", f"{lease.gpu_name}: bid lowered to ${usd(bid)}/h; {why}")
         self.leases.spawn(self._bid(lease.id, lease.provider, lease.instance_id, bid))
+
+    async def warn(
+        self, session: AsyncSession, held: Sequence[Lease], running: Sequence[activation.Running], user: int | None
+    ) -> None:
+        """Tell once that a machine will be over soon; give it back in order right before its host ends it, or at once
+        if it is billed above the user's cap."""
+        now = self.core.clock()
+        for lease, seen in zip(held, running, strict=True):
+            if not seen.ending:
+                self._warned.discard(lease.id)
+            elif lease.id not in self._warned:
+                self._warned.add(lease.id)
+                what = f"{lease.gpu_name} on machine {lease.machine_id} has to be replaced: {seen.ending}"
+                self._emit(session, lease, "lease_endangered", what)
+        for lease in held:
+            if lease.host_ends_at is not None and lease.host_ends_at - now < LAST_S:
+                await self.nodes.retire(session, lease, "its host ends the contract now")
+            elif user is not None and lease.rate_micros_h > user:
+                why = f"billed ${usd(lease.rate_micros_h)}/h, above max_price_per_hour"
+                await self.leases.cool_down(session, lease, why)
+                await self.nodes.retire(session, lease, why)
+
+    async def let_go(self, session: AsyncSession, lease: Lease, running: Sequence[activation.Running]) -> None:
+        """A machine that others outbid us for is left alone for a while, longer each time."""
+        priced_out = any(r.candidate.key == lease.id and (r.outbid or r.ending) for r in running)
+        if priced_out and lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h:
+            await self.leases.cool_down(session, lease, f"outbid: its floor is ${usd(lease.market_micros_h)}/h")
 
     def _emit(self, session: AsyncSession, lease: Lease, kind: str, message: str) -> None:
         self.core.emit(session, lease.job_id, kind, message, lease=lease.id)

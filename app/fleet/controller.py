@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -28,14 +27,11 @@ from app.protocol.base import usd
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice, Step
-from providers.base import Billing
 
 log = logging.getLogger(__name__)
 
 URGENT = 0.7
 """A pool below this share of its target is filled at once."""
-LAST_S = 60.0
-"""So long before its host ends it, a machine is drained: what it has made is handed in."""
 LOOPING = (JobStatus.PROVISIONING, JobStatus.RUNNING)
 
 
@@ -65,7 +61,7 @@ class Controller:
         self._patience = activation.Patience()
         self._short: dict[str, str] = {}
         """Job → what it was last told about being short of capacity, so that it is told once."""
-        self.bidding = Bidding(core, leases, market)
+        self.bidding = Bidding(core, leases, market, nodes)
 
     async def tick(self, job_id: str) -> None:
         """One round for one job."""
@@ -183,7 +179,7 @@ class Controller:
     def _broadcast_prior(self, seen: sight.Seen) -> float:
         """T_bcast before one was measured."""
         links = [min(x.up_mbps, x.down_mbps) for x in seen.usable if x.up_mbps and x.down_mbps]
-        size = seen.job.snapshot_bytes or 0
+        size = seen.job.publish_bytes or seen.job.snapshot_bytes or 0
         uplink = self.core.settings.learner_uplink_mbps
         return estimates.broadcast_time(size, max(1, len(links)), uplink, min(links, default=min(uplink, 100.0)))
 
@@ -198,7 +194,7 @@ class Controller:
         most = sight.trust(view, target, self.core.settings.first_nodes)
         held = [x for x in seen.usable if not x.retire_after]
         running = [sight.running(x, seen, view, now, most, self.bidding.outlook(x)) for x in held]
-        await self._warn(session, held, running, view)
+        await self.bidding.warn(session, held, running, view.cap)
         wanted = ranked.wanted
         depth = max(1, job.max_nodes) + len(running)
         market = wanted.candidates(depth, most=most, allows=lambda name, price: not room.why_not(name, price))
@@ -215,7 +211,9 @@ class Controller:
             self._tell_rerank(session, seen, ranked, decision, why)
         planned = sum(r.candidate.mu for r in running)
         urgent = why != "tick" or planned < URGENT * target or len(running) > slots
-        urgent = urgent or any(r.endangered or r.ending for r in running)
+        urgent = urgent or any(
+            r.endangered or r.ending or (r.outbid and r.candidate.key not in decision.rebid) for r in running
+        )
         for lease in held:
             if lease.id in decision.rebid:
                 room = self.bidding.keep(session, lease, view.cap, decision.limits.get(lease.id), room)
@@ -225,7 +223,7 @@ class Controller:
         if not self._patience.allows(job.id, decision, now, wait_s, urgent=urgent):
             decision = activation.Decision()
         for key, reason in decision.release:
-            await self._let_go(session, await session.get_one(Lease, key), running, reason)
+            await self.bidding.let_go(session, await session.get_one(Lease, key), running)
             await self.nodes.retire(session, await session.get_one(Lease, key), reason)
         offers = [wanted.of(c.key, decision.limits.get(c.key)) for c in decision.rent]
         choices, left = self.spending.affordable(session, seen, offers, room)
@@ -238,33 +236,11 @@ class Controller:
         if not choices:
             return choices, []
         for key, reason in decision.retire:
-            await self._let_go(session, await session.get_one(Lease, key), running, reason)
+            lease = await session.get_one(Lease, key)
+            what = f"{lease.gpu_name} will be given back once what takes its place works: {reason}"
+            self.core.emit(session, job.id, "lease_leaving", what, lease=key)
+            await self.bidding.let_go(session, lease, running)
         return choices, [key for key, _ in decision.retire]
-
-    async def _warn(
-        self, session: AsyncSession, held: Sequence[Lease], running: Sequence[activation.Running], view: JobView
-    ) -> None:
-        """Tell once that a machine will be over soon; give it back in order right before its host ends it."""
-        now = self.core.clock()
-        for lease, seen in zip(held, running, strict=True):
-            if seen.ending and lease.endangered_since is None:
-                lease.endangered_since = now
-                what = f"{lease.gpu_name} on machine {lease.machine_id} has to be replaced: {seen.ending}"
-                self.core.emit(session, lease.job_id, "lease_endangered", what, lease=lease.id)
-        for lease in held:
-            if lease.host_ends_at is not None and lease.host_ends_at - now < LAST_S:
-                await self.nodes.retire(session, lease, "its host ends the contract now")
-
-    async def _let_go(
-        self, session: AsyncSession, lease: Lease, running: Sequence[activation.Running], reason: str
-    ) -> None:
-        """A machine that others outbid us for is left alone for a while, longer each time."""
-        self.core.emit(
-            session, lease.job_id, "lease_leaving", f"{lease.gpu_name} will be given back: {reason}", lease=lease.id
-        )
-        priced_out = any(r.candidate.key == lease.id and (r.outbid or r.ending) for r in running)
-        if priced_out and lease.billing == Billing.SPOT_BID and lease.market_micros_h > lease.rate_micros_h:
-            await self.leases.cool_down(session, lease, f"outbid: its floor is ${usd(lease.market_micros_h)}/h")
 
     async def _retire_replaced(self, session: AsyncSession, seen: sight.Seen) -> None:
         """Leases whose replacements work are drained; those whose replacements failed stay."""

@@ -60,8 +60,8 @@ class Jobs:
                 created_at=now,
                 budget_micros=spec.budget_micros,
                 max_nodes=spec.fleet.max_nodes,
-                staleness_budget=spec.staleness_budget,
-                publish_period=spec.kappa,
+                staleness_budget=spec.first_staleness,
+                publish_period=spec.first_period,
                 assets=[],
                 capacity={},
             )
@@ -71,7 +71,7 @@ class Jobs:
                 session.add(Outbox(job_id=job.id, next_at=now))
             self.core.emit(
                 session, job.id, "job_created",
-                f"{spec.name or spec.task.name}: {spec.model}, S = {spec.staleness_budget}, κ = {spec.kappa}, "
+                f"{spec.name or spec.task.name}: {spec.model}, S = {job.staleness_budget}, κ = {job.publish_period}, "
                 f"R = {spec.rollouts_per_step}, budget ${usd(spec.budget_micros)}",
             )  # fmt: skip
         self.core.signals.notify("tick")

@@ -170,6 +170,8 @@ class Learning:
                 row.delta_stored = row.delta_stored or report.delta.stored
             if job.published_version is None or report.version > job.published_version:
                 job.published_version = report.version
+                if report.version > 0:
+                    job.publish_bytes = report.bytes if report.delta is None else report.delta.bytes
                 if report.version == 0:
                     self.core.emit(session, job_id, "published", f"v0: {report.bytes} bytes in {report.chunks} chunks")
                 await self.exams.open_if_due(session, job, report.version)

@@ -22,14 +22,12 @@ from app.fleet import bids, bootstrap, money
 from app.fleet.accounts import Accounts
 from app.fleet.core import Core
 from app.fleet.market import family
+from app.fleet.releases import Releases
 from app.protocol.base import usd
 from app.storage.models import Cooldown, Job, Lease, LeaseState
 from providers.base import (
     Billing,
-    Instance,
     Offer,
-    Phase,
-    Provider,
     ProviderError,
     QuotaError,
     RateLimited,
@@ -42,8 +40,6 @@ log = logging.getLogger(__name__)
 COOLDOWN_S = bids.COOLDOWN_S
 UNFIT_S = 3600.0
 """A machine that can't run our image, and cards that our quota has no room for: soon is not going to help."""
-RELEASES_S = 10.0
-"""So long a round waits for its destroy calls: a provider that takes them one by one may need minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +74,7 @@ class Leases:
         self.creating: set[str] = set()
         """Leases whose create call is under way in this process: not to be settled by a listing meanwhile."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self.patience_s = RELEASES_S
-        self._destroying: set[str] = set()
-        """Leases whose destroy call is under way."""
-        self._tried_at: dict[str, float] = {}
-        """Lease → when its last destroy call failed; one that this process does not know of is due at once."""
+        self.releases = Releases(core, self.spawn, self.end_billing)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run in the background, kept alive until it ends."""
@@ -256,67 +248,7 @@ class Leases:
 
     async def perform_releases(self) -> None:
         """Send a destroy for each lease that is to be released and has no accepted one yet."""
-        async with self.core.db.read() as session:
-            due = list(
-                await session.scalars(
-                    select(Lease).where(Lease.state == LeaseState.RELEASING, Lease.ended_at.is_(None))
-                )
-            )
-        calls = [self.spawn(self._release(lease)) for lease in due if self._release_due(lease)]
-        if calls:
-            done, _ = await asyncio.wait(calls, timeout=self.patience_s)
-            for call in done:
-                call.result()
-
-    def _release_due(self, lease: Lease) -> bool:
-        """Backoff: 0, 2, 4, … up to 60 s between tries."""
-        tries = lease.release_attempts
-        wait = min(60.0, 2.0**tries) if tries else 0.0
-        waited = self.core.clock() - self._tried_at.get(lease.id, 0.0)
-        return lease.instance_id is not None and lease.id not in self._destroying and waited >= wait
-
-    async def _release(self, lease: Lease) -> None:
-        self._destroying.add(lease.id)
-        try:
-            await self._destroy(lease)
-        finally:
-            self._destroying.discard(lease.id)
-
-    async def _destroy(self, lease: Lease) -> None:
-        failure: ProviderError | None = None
-        provider, instance_id = self.core.providers[lease.provider], lease.instance_id or ""
-        last = await self._last_look(provider, lease) if lease.gpu_since is None else None
-        try:
-            await provider.release(instance_id)
-        except ProviderError as error:
-            failure = error
-        async with self.core.db.write() as session:
-            row = await session.get_one(Lease, lease.id)
-            row.release_attempts += 1
-            if failure is not None:
-                self._tried_at[row.id] = self.core.clock()
-                self.core.emit(
-                    session, row.job_id, "release_failed",
-                    f"release of {row.instance_id} failed, trying again: {failure}",
-                    lease=row.id,
-                )  # fmt: skip
-                return
-            self._tried_at.pop(row.id, None)
-            paid_since = last.started_at if last is not None and last.phase is Phase.RUNNING else None
-            if paid_since is not None and row.gpu_since is None:
-                row.gpu_since = row.gpu_until = paid_since.timestamp()
-                row.gpu_running = True
-            self.end_billing(session, row)
-
-    @staticmethod
-    async def _last_look(provider: Provider, lease: Lease) -> Instance | None:
-        """Since when is its GPU paid? No listing has shown it yet, and once gone it can't tell. A provider that does
-        not answer keeps nobody from destroying."""
-        try:
-            return await provider.get(lease.instance_id or "")
-        except ProviderError as error:
-            log.warning("a last look at %s failed: %s", lease.instance_id, error)
-            return None
+        await self.releases.perform()
 
     def end_billing(self, session: AsyncSession, lease: Lease) -> None:
         """The provider accepted the release: nothing accrues from here. A later listing must confirm it."""

@@ -113,8 +113,10 @@ class Market:
                 query = OfferQuery(billing=Billing.ON_DEMAND, min_ports=0, limit=1000)
                 shelf.offers = await self.core.providers[name].search(query)
             except ProviderError as error:
+                shelf.offers, shelf.trouble = [], f"{error.code}: {error}"
                 log.warning("on-demand prices of %s can't be read: %s", name, error)
                 return
+            shelf.trouble = ""
         self._ceilings |= {_whole(o.provider, o.machine_id, o.num_gpus): o.compute_micros_h for o in shelf.offers}
 
     def on_demand(self, lease: Lease) -> int | None:

@@ -179,11 +179,12 @@ class Nodes(Roster):
 
     async def _directives(self, session: AsyncSession, job: Job, lease: Lease, node: Node) -> Directives:
         settings, now = self.core.settings, self.core.clock()
-        upstreams = [Upstream(**u) for u in node.upstreams]
-        if all(u.kind != "store" for u in upstreams):  # unless the store is the only way
-            if job.relay_url:
-                upstreams.append(Upstream(kind="learner", url=job.relay_url, node_id="learner"))
-            upstreams.append(Upstream(kind="store", node_id="store"))
+        # The learner's address is the job's, and may change while the chains don't.
+        upstreams = [
+            Upstream(**{**u, "url": job.relay_url} if u["kind"] == "learner" else u)
+            for u in node.upstreams
+            if u["kind"] != "learner" or job.relay_url
+        ]
         over = not LeaseState(lease.state).usable or JobStatus(job.status).final
         return Directives(
             upstreams=upstreams,

@@ -31,7 +31,7 @@ def default_view() -> JobView:
 def ranked_for(view: JobView, job_id: str | None) -> dict[str, Any]:
     """What the ranking rests on."""
     model = f"{view.load.parameters / 1e9:.3g}B parameters, {view.load.tokens_per_rollout:g} tokens per rollout"
-    who = f"job {job_id}" if job_id else "no job was named, so an assumed one"
+    who = f"job {job_id}" if job_id else "an assumed job, since none was named"
     return {
         "job_id": job_id,
         "text": f"ranked for {who}: {model}; {view.traffic.down_bytes_h / 1e9:.3g} GB/h of snapshots down and "
@@ -59,6 +59,7 @@ def offer_view(p: Priced) -> dict[str, Any]:
         "region": o.region,
         "billing": o.billing.value,
         "reliability": o.reliability,
+        "note": o.raw_status or None,
         "price_per_hour": usd(p.rate_micros_h),
         "on_demand_per_hour": None if p.on_demand is None else usd(p.on_demand),
         "effective_price_per_hour": usd(p.price.total),

@@ -17,6 +17,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 SHORTEST_LIFE_H = 0.05
+UNTOLD_MBPS = 300.0
+"""A link of which its provider says nothing."""
 NOTICE_S = 60.0
 """How long it takes to see that a machine is gone."""
 
@@ -105,7 +107,7 @@ def effective_prices(offers: Offered, *, disk_gb: float, traffic: Traffic, setup
     compute = np.rint(offers.compute).astype(np.int64)
     life = np.maximum(offers.life_h, SHORTEST_LIFE_H)
     disk = np.rint(offers.disk_gb_month * (disk_gb / HOURS_PER_MONTH)).astype(np.int64)
-    start_s = setup_s + offers.start_bytes * 8e-6 / np.maximum(offers.down_mbps, 1e-3)
+    start_s = setup_s + offers.start_bytes * 8e-6 / np.where(offers.down_mbps > 0, offers.down_mbps, UNTOLD_MBPS)
     down_h = traffic.down_bytes_h + offers.start_bytes / life
     download = np.rint(down_h * offers.download_gb / 1e9).astype(np.int64)
     upload = np.rint(traffic.up_bytes_h * offers.upload_gb / 1e9).astype(np.int64)
@@ -113,6 +115,11 @@ def effective_prices(offers: Offered, *, disk_gb: float, traffic: Traffic, setup
     total = compute + disk + download + upload + startup
     once = startup + np.rint(offers.start_bytes / life * offers.download_gb / 1e9).astype(np.int64)
     return Parts(compute, disk, download, upload, startup, total, once, offers.life_h, start_s)
+
+
+def start_s(setup_s: float, start_bytes: float, down_mbps: float) -> float:
+    """From renting a machine to its first rollout; see `effective_prices`."""
+    return setup_s + start_bytes * 8e-6 / (down_mbps if down_mbps > 0 else UNTOLD_MBPS)
 
 
 def effective_price(

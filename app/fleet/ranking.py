@@ -60,7 +60,7 @@ class JobView:
 
     def start_s(self, provider: str, down_mbps: float) -> float:
         """From renting to the first rollout on such a link."""
-        return self.setup_s + self.start_bytes(provider) * 8e-6 / max(down_mbps, 1e-3)
+        return pricing.start_s(self.setup_s, self.start_bytes(provider), down_mbps)
 
     def life_h(self, provider: str, gpu_name: str, machine_id: str = "") -> float:
         """Expected hours, without the host's own end."""

@@ -58,25 +58,28 @@ class Roster:
         for node, _ in pairs:
             place = places[node.id]
             node.chain, node.chain_position = place.chain, place.position
-            peers = transport.peers(way, place)
-            node.upstreams = [{"kind": "peer", "url": urls[a], "node_id": a} for a in peers if urls[a]]
-            if not transport.asks_learner(way):
-                node.upstreams = [{"kind": "store", "node_id": "store"}]
+            node.upstreams = [
+                {"kind": u, "node_id": u} if u not in urls else {"kind": "peer", "url": urls[u], "node_id": u}
+                for u in transport.upstreams(way, place)
+                if urls.get(u, u)
+            ]
         if way is transport.Transport.CHAIN:
             job.chain_depth_max = max(job.chain_depth_max, topology.depth(places))
 
     def _way(self, job: Job, pairs: Sequence[tuple[Node, Lease]]) -> transport.Transport:
-        """How the job's snapshots travel: as the operator says, or the cheapest way."""
-        settings = self.core.settings
+        """How the job's snapshots travel: as the operator says, or the cheapest way for the size of the last one."""
+        settings, size = self.core.settings, job.publish_bytes or job.snapshot_bytes
         if settings.broadcast_transport != "auto":
             return transport.Transport(settings.broadcast_transport)
+        if not size:
+            return transport.Transport.CHAIN
         links = [min(x.up_mbps, x.down_mbps) for _, x in pairs if x.up_mbps and x.down_mbps]
         prices = transport.Prices(
             [x.upload_micros_gb for n, x in pairs if n.relay_url is not None],
             store_egress=settings.store_egress_micros_gb,
             pool_hour=sum(x.rate_micros_h for _, x in pairs),
         )
-        size, uplink = job.snapshot_bytes or 0, settings.learner_uplink_mbps
+        uplink = settings.learner_uplink_mbps
         node_mbps = statistics.median_low(links) if links else min(uplink, 100.0)
         return transport.cheapest(transport.estimate(size, len(pairs), uplink, node_mbps, prices)).transport
 

@@ -21,6 +21,7 @@ from app.fleet.core import Core
 from app.fleet.costs import Costs
 from app.fleet.leases import Leases
 from app.fleet.reconcile import Reconciler
+from app.fleet.roster import LIVE
 from app.fleet.stored import StoredSnapshots
 from app.protocol.errors import EchoError
 from app.protocol.job import FINAL_STATUSES
@@ -30,6 +31,8 @@ from providers.base import ProviderError
 log = logging.getLogger(__name__)
 
 UNSETTLED = (LeaseState.INTENT, LeaseState.UNKNOWN, LeaseState.BOOTING, LeaseState.RELEASING)
+SILENCE_EACH_S = 2.0
+"""A node whose time is up is lost now, and not at the next tick."""
 KEEP_IDS_S = 24 * 3600.0
 KEEP_PRICES_S = 7 * 24 * 3600.0
 
@@ -56,6 +59,8 @@ class Loop:
         self.snapshots = StoredSnapshots(core)
         self.last_round_at = 0.0
         self._reconciled_at: dict[str, float] = {}
+        self._silent: set[str] = set()
+        """Nodes for whose silence the loop was woken: once each, for not every round may act on it."""
         self._one = asyncio.Lock()
         self._scheduler = AsyncIOScheduler(timezone="UTC")
         self._watchers: list[asyncio.Task[None]] = []
@@ -66,6 +71,7 @@ class Loop:
         seconds = self.core.settings.tick_seconds
         options = {"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
         self._scheduler.add_job(self.round, "interval", seconds=seconds, id="round", **options)
+        self._scheduler.add_job(self.listen_for_silence, "interval", seconds=SILENCE_EACH_S, id="silence", **options)
         self._scheduler.add_job(self._collect_garbage, "interval", minutes=10, id="garbage", **options)
         self._scheduler.start()
         self._watchers = [
@@ -103,6 +109,23 @@ class Loop:
             # A bill may have many pages; nothing waits for it.
             self.leases.spawn(self._guarded("bills", self.bills.run()))
             self.last_round_at = self.core.clock()
+
+    async def listen_for_silence(self) -> None:
+        """Wake the loop as soon as a node has been silent for too long: it is the quickest word of an interruption."""
+        now, started = self.core.clock(), self.core.started_at
+        deadline = now - self.core.settings.heartbeat_timeout_seconds
+        if started > deadline:
+            return
+        query = select(Node.id).where(Node.state.in_(LIVE), Node.heartbeat_at < deadline)
+        try:
+            async with self.core.db.read() as session:
+                silent = set(await session.scalars(query))
+        except (SQLAlchemyError, OSError) as error:
+            log.warning("the nodes could not be looked at: %s", error)
+            return
+        if silent - self._silent:
+            self.core.signals.notify("tick")
+        self._silent = silent
 
     async def _releases(self) -> None:
         async with self._one:

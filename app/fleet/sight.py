@@ -81,7 +81,7 @@ def keeping(lease: Lease, caps: bids.Caps) -> int | None:
 def ending(lease: Lease, view: JobView, now: float) -> str:
     """Why a lease will be over soon, whatever is paid for it; empty if it will not."""
     left = None if lease.host_ends_at is None else lease.host_ends_at - now
-    if left is not None and left < lead_s(view.start_s(lease.provider, lease.down_mbps or 100.0)):
+    if left is not None and left < lead_s(view.start_s(lease.provider, lease.down_mbps)):
         return f"its host ends the contract in {max(0.0, left):.0f} s"
     if view.cap is not None and lease.rate_micros_h > view.cap:
         return f"its price rose above max_price_per_hour {view.spec.fleet.max_price_per_hour}"
@@ -105,7 +105,7 @@ def running(
     if node is not None and active and node.mu_measured:
         raw = estimates.settle(node.mu_measured, raw, now - node.state_since, SETTLE_S)
     life_h = view.life_h(lease.provider, lease.gpu_name, lease.machine_id)
-    start_s = view.start_s(lease.provider, lease.down_mbps or 100.0)
+    start_s = view.start_s(lease.provider, lease.down_mbps)
     mu = min(most, raw * pricing.availability(lease.reliability, life_h, start_s))
     other = rest(lease, active=active)
     bidding = lease.billing == Billing.SPOT_BID
@@ -136,7 +136,7 @@ def job_view(seen: Seen) -> JobView:
     tokens = min(spec.sampling.max_tokens, 512)
     load = estimates.Workload(parameters=job.parameters or 1_000_000, tokens_per_rollout=float(tokens))
     period_s = max(1.0, (job.t_train or 10.0) * job.publish_period)
-    snapshots = (job.snapshot_bytes or 0) * 3600 / period_s
+    snapshots = (job.publish_bytes or job.snapshot_bytes or 0) * 3600 / period_s
     rollout_bytes = 3600 / max(0.1, job.t_train or 10.0) * spec.rollouts_per_step * tokens * 12 / max(1, job.max_nodes)
     measured = []
     for lease in seen.leases:

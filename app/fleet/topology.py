@@ -1,7 +1,7 @@
 """Who pulls snapshots from whom. Pure.
 
 Invariant: every node has at most one child in a chain (fan-out 1), no cycle exists, and the upstream list of a node is
-its parent, its further ancestors, its helpers, the learner, the object store, in that order. Nodes that would hold up
+its parent, its further ancestors, the learner, its helpers, the object store, in that order. Nodes that would hold up
 others stand behind them: the slow at the ends of the chains, and those that peers can't reach at the very end.
 """
 

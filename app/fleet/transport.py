@@ -80,11 +80,11 @@ def cheapest(estimates: dict[Transport, Estimate]) -> Estimate:
     return min(estimates.values(), key=lambda e: (e.micros, e.seconds, order.index(e.transport)))
 
 
-def peers(transport: Transport, place: Place) -> tuple[str, ...]:
-    """Node ids of the peers in a node's upstream list, in order."""
-    return (*place.ancestors, *place.helpers) if transport is Transport.CHAIN else ()
+LEARNER, STORE = "learner", "store"
 
 
-def asks_learner(transport: Transport) -> bool:
-    """Whether the learner is in the upstream lists; the store is in all of them."""
-    return transport is not Transport.STORE
+def upstreams(transport: Transport, place: Place) -> list[str]:
+    """A node's upstreams in order: node ids, LEARNER, STORE. Helpers wait for the learner, so they stand behind it."""
+    if transport is Transport.CHAIN:
+        return [*place.ancestors, LEARNER, *place.helpers, STORE]
+    return [LEARNER, STORE] if transport is Transport.STAR else [STORE]

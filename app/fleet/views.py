@@ -19,7 +19,15 @@ from app.fleet.publishes import publishes
 from app.fleet.replay import dropped_counts
 from app.protocol.base import moment, usd
 from app.protocol.job import JobStatus
+from app.protocol.node import NodeState
 from app.storage.models import Event, Job, Lease, LeaseState, LedgerEntry, Node, SnapshotRow, Step
+
+NODE_WAITS: dict[str, str] = {
+    NodeState.JOINING: "it loads the model",
+    NodeState.WARMING: "it fetches its first policy version",
+    NodeState.DRAINING: "it finishes what it began",
+}
+"""Why a node does not work yet, or not any more, where it says nothing itself."""
 
 
 def dropped_ratio(job: Job) -> float | None:
@@ -172,7 +180,7 @@ class Views:
             "gpu_name": lease.gpu_name,
             "num_gpus": lease.num_gpus,
             "state": lease.state if waiting or node is None else node.state,
-            "reason": lease.reason if waiting or node is None else node.reason,
+            "reason": lease.reason if waiting or node is None else node.reason or NODE_WAITS.get(node.state, ""),
             "since": moment(lease.state_since if waiting or node is None else node.state_since),
             "billing": lease.billing,
             "price_per_hour": usd(lease.rate_micros_h),

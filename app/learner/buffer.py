@@ -185,9 +185,7 @@ class ReplayBuffer:
 
     def _drop_stale(self, t: int, staleness_budget: int) -> None:
         stale = [g for version, _, g in self._groups if not admissible(version, t, staleness_budget)]
-        self._dropped += [
-            DroppedGroup(work_item=g.work_item, reason="stale", lag=t - g.oldest_version) for g in stale
-        ]
+        self._dropped += [DroppedGroup(work_item=g.work_item, reason="stale", lag=t - g.oldest_version) for g in stale]
         del self._groups[: len(stale)]
 
     def _hand_out(self) -> list[DroppedGroup]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from blake3 import blake3
@@ -49,7 +50,8 @@ class FileCache:
             self._shrink()
         except OSError as error:
             log.warning("the trajectory cache %s can't be written: %s", self._folder, error)
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{Path(digest).name}.parquet"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import torch
 
@@ -19,8 +17,9 @@ from app.learner.checkpoints import Checkpoint, Progress
 from app.learner.heart import Status
 from app.learner.journal import supply_metrics
 from app.learner.outbox import Directives, Outbox
+from app.learner.position import Ending, Journal, NoJournal, Position, Trainer
 from app.learner.publisher import Publisher, Save
-from app.learner.trainer import StepMetrics, TrainerState
+from app.learner.trainer import TrainerState
 from app.protocol.errors import LearnerError
 from app.protocol.job import JobSpec
 from app.protocol.learner import DroppedGroup, Drops, EvalReport, StepReport
@@ -28,54 +27,6 @@ from app.protocol.learner import DroppedGroup, Drops, EvalReport, StepReport
 _POLL_S = 0.5
 _HARDLY = 10
 """Fewer usable groups than one in so many."""
-
-
-class Trainer(Protocol):
-    """The part of GRPOTrainer that the loop uses."""
-
-    steps: int
-
-    def step(self, groups: Sequence[Group]) -> StepMetrics: ...
-    def snapshot(self) -> TrainerState: ...
-
-
-class Journal(Protocol):
-    """Where steps and evaluations are written down for people."""
-
-    def step(self, report: StepReport) -> None: ...
-    def evaluation(self, report: EvalReport) -> None: ...
-
-
-class NoJournal:
-    """Nothing is written down."""
-
-    def step(self, report: StepReport) -> None:
-        """Nothing."""
-
-    def evaluation(self, report: EvalReport) -> None:
-        """Nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why the loop ended. `aborted`: save nothing, say nothing."""
-
-    kind: Literal["succeeded", "finished", "aborted"]
-    reason: str
-
-
-@dataclass(slots=True)
-class Position:
-    """Where the loop stands; a checkpoint holds it."""
-
-    evaluated: int = -1
-    last_publish: int = 0
-    """Step from which the publish period counts."""
-    published: int = -1
-    """Newest version ever published; an older one is never published again."""
-    active_s: float = 0.0
-    best: tuple[int, float] | None = None
-    """Step and value of the best held-out reward; of equal ones the first."""
 
 
 class Loop:
@@ -114,7 +65,7 @@ class Loop:
         self._seen = clock()
         self._journal = journal or NoJournal()
         self._adaptive = Adaptive(spec)
-        self._budget = spec.staleness_budget
+        self._budget = spec.first_staleness
         """S at the last step."""
         self._dropped: list[DroppedGroup] = []
         self._told = 0
@@ -178,7 +129,7 @@ class Loop:
         self._status.set("training", t)
         done = self._trainer.step(groups)
         self._dropped += self._buffer.evict(t + 1, self._directives.current().staleness_budget)
-        metrics = done.values | self._extra_metrics() | {"publish_copy_s": self._copy_s}
+        metrics = done.values | done.times | self._extra_metrics() | {"publish_copy_s": self._copy_s}
         metrics |= supply_metrics(groups, self._spec.batch.prompts, self._dropped)
         lags = lag_histogram(groups, t)
         report = StepReport(

@@ -1,8 +1,8 @@
 """Adapters: small trained matrices beside the frozen weights of a model (LoRA, arXiv 2106.09685), made by PEFT.
 
 Invariant: the model's own weights never change, and the adapter starts as nothing: v0 is the model that was given.
-Adapter tensors have the names of PEFT's adapter_model.safetensors, so that what is published, in a checkpoint and in the
-final folder is what any tool that knows PEFT can read.
+Adapter tensors have the names of PEFT's adapter_model.safetensors, so that what is published, in a checkpoint and in
+the final folder is what any tool that knows PEFT can read.
 """
 
 from __future__ import annotations
@@ -74,11 +74,16 @@ def save_adapter(folder: Path, config: bytes, weights: Mapping[str, torch.Tensor
     save_file({name: t.contiguous() for name, t in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def merged(base: Any, adapter: Path) -> Any:
-    """The model with the adapter of a folder worked into its weights."""
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+@torch.no_grad()
+def merge(base: Any, config: bytes, weights: Mapping[str, torch.Tensor]) -> None:
+    """Work an adapter into the weights of the model that it is for, in place."""
+    fields = json.loads(config)
+    scale = fields["lora_alpha"] / fields["r"]
+    for name, a in weights.items():
+        layer, is_first, _ = name.partition(".lora_A.")
+        if is_first:
+            b = weights[f"{layer}.lora_B.weight"]
+            base.get_submodule(layer.removeprefix(_PREFIX)).weight.add_(scale * (b @ a))
 
 
 def _kind(name: str) -> str | None:

@@ -104,7 +104,7 @@ def node_metrics(log_ratio: torch.Tensor, owners: Sequence[tuple[str, int]]) -> 
     """
     kl = log_ratio.double().exp() - 1 - log_ratio.double()
     found: dict[str, tuple[float, int]] = {}
-    sums = kl.split([tokens for _, tokens in owners]) if owners else ()
+    sums = torch.split(kl, [tokens for _, tokens in owners]) if owners else ()
     for (node, tokens), part in zip(owners, sums, strict=True):
         if node:
             total, count = found.get(node, (0.0, 0))

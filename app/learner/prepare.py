@@ -15,7 +15,7 @@ import torch
 from app.learner.checkpoints import MARKER
 from app.learner.config import LearnerSettings
 from app.learner.evaluate import Evaluator
-from app.learner.lora import CONFIG, add_adapter, merged, save_adapter
+from app.learner.lora import add_adapter, merge, save_adapter
 from app.learner.model import LoadedModel, asset, assets, check_lengths, load, resolve
 from app.learner.packing import check_packing
 from app.learner.parallel.ranks import ALONE, Ranks
@@ -24,6 +24,7 @@ from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import BadInput, EchoError, LearnerError
 from app.protocol.job import JobSpec
 from app.protocol.learner import AssetInfo, StartAnswer
+from app.snapshots.manifest import ADAPTER_ASSET
 from app.storage.objects import ObjectStore
 from app.tasks.base import Task
 from app.tasks.prompts import encode_prompt
@@ -96,9 +97,9 @@ def asset_files(loaded: LoadedModel, work_dir: Path) -> list[Path]:
     files = assets(loaded.folder)
     if loaded.adapter is None:
         return files
-    config = work_dir / CONFIG
+    config = work_dir / ADAPTER_ASSET
     config.write_bytes(loaded.adapter)
-    return [*files, *sorted(loaded.folder.glob("*.safetensors")), config]
+    return [*files, *sorted(loaded.folder.glob("*.safetensors*")), config]
 
 
 def put_assets(objects: ObjectStore, job_id: str, files: list[Path]) -> None:
@@ -120,10 +121,12 @@ def put_final(objects: ObjectStore, prefix: str, parts: Parts, spec: JobSpec, fo
         save_adapter(folder, loaded.adapter, weights)
     loaded.tokenizer.save_pretrained(folder)
     put_folder(objects, prefix, folder)
-    if spec.learner.final_merged:
+    if loaded.adapter is not None and spec.learner.final_merged:
         whole = folder.with_name("merged")
         shutil.rmtree(whole, ignore_errors=True)
-        merged(load(loaded.folder, device=torch.device("cpu")).model, folder).save_pretrained(whole)
+        base = load(loaded.folder, device=torch.device("cpu")).model
+        merge(base, loaded.adapter, weights)
+        base.save_pretrained(whole)
         loaded.tokenizer.save_pretrained(whole)
         put_folder(objects, prefix + "merged/", whole)
 

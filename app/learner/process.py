@@ -16,24 +16,25 @@ import torch
 
 from app.learner.buffer import ReplayBuffer
 from app.learner.cache import FileCache
-from app.learner.checkpoints import expected, save, steps_on_disk
+from app.learner.checkpoints import save
 from app.learner.client import Control, ControlClient, Fenced
 from app.learner.config import LearnerSettings, load_settings
 from app.learner.files import exclusive
 from app.learner.heart import Heart, Status
 from app.learner.inbox import GroupReader, Inbox, counted
 from app.learner.journal import NAME, Journal, open_board
-from app.learner.keeper import Keeper, fetch_newer, take_best
-from app.learner.loop import Ending, Loop, Position
+from app.learner.keeper import Keeper, take_best
+from app.learner.loop import Loop
 from app.learner.model import trained_weights
 from app.learner.outbox import Directives, Outbox
 from app.learner.parallel.follow import follow
-from app.learner.parallel.launch import launch
+from app.learner.parallel.launch import launch, leave
 from app.learner.parallel.ranks import ALONE, Group, Ranks
+from app.learner.position import Ending, Position
 from app.learner.prepare import Parts, prepare, put_assets, put_final
 from app.learner.publisher import Publisher, Save
+from app.learner.resume import FLUSH_S, fetch_checkpoint, resume
 from app.learner.sink import RelaySink
-from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import BadInput, EchoError, Unavailable
 from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer, StartRequest
 from app.storage.objects import ObjectStore
@@ -42,8 +43,6 @@ from app.tasks.prompts import encode_prompt
 
 log = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 60.0
-_FLUSH_S = 660.0
-"""Longer than the client's patience, so that its error comes first."""
 
 
 def run(settings: LearnerSettings, ranks: Ranks = ALONE) -> int:
@@ -83,9 +82,7 @@ def run(settings: LearnerSettings, ranks: Ranks = ALONE) -> int:
 class Session:
     """One process's work on one job, after `start`."""
 
-    def __init__(
-        self, settings: LearnerSettings, control: Control, answer: StartAnswer, ranks: Ranks = ALONE
-    ) -> None:
+    def __init__(self, settings: LearnerSettings, control: Control, answer: StartAnswer, ranks: Ranks = ALONE) -> None:
         spec = answer.spec
         self._ranks = ranks
         self._settings = settings
@@ -93,7 +90,7 @@ class Session:
         self._answer = answer
         self._objects = open_objects(settings, answer)
         self._directives = Directives(
-            LearnerDirectives(command="run", staleness_budget=spec.staleness_budget, publish_period=spec.kappa)
+            LearnerDirectives(command="run", staleness_budget=spec.first_staleness, publish_period=spec.first_period)
         )
         self._status = Status()
         self._buffer = ReplayBuffer()
@@ -121,7 +118,8 @@ class Session:
         self._outbox.start()
         parts = prepare(self._answer, self._settings, self._ranks)
         torch.manual_seed(self._answer.spec.seed)
-        position = self._resume(parts.trainer)
+        fetch_checkpoint(self._objects, self._prefix, self._checkpoints)
+        position = resume(self._answer, self._checkpoints, parts.trainer, self._buffer, self._outbox)
         self.step = parts.trainer.steps
         self._open_journal()
         self._status.set("loading", self.step)
@@ -167,45 +165,6 @@ class Session:
 
     def _bytes_served(self) -> int:
         return 0 if self._sink is None else self._sink.bytes_served
-
-    def _resume(self, trainer: GRPOTrainer) -> Position:
-        """Go on from the newest checkpoint, and hand in the reports that were under way when it was written."""
-        answer = self._answer
-        self._fetch_checkpoint()
-        found = expected(
-            self._checkpoints,
-            job_id=answer.job_id,
-            last_step=answer.last_step,
-            published_version=answer.published_version,
-        )
-        if found is None:
-            return Position()
-        progress = found.progress
-        trainer.restore(TrainerState(progress.step, dict(found.weights), dict(found.optimizer)))
-        torch.random.set_rng_state(found.rng)
-        log.info("resuming from step %d", progress.step)
-        for report in progress.steps:
-            self._buffer.note([*report.trained, *(d.work_item for d in report.dropped)])
-            self._outbox.put(report)
-        for evaluation in progress.evals:
-            self._outbox.put(evaluation)
-        # Only then does the index leave out what these steps consumed.
-        self._outbox.flush(_FLUSH_S)
-        best = None
-        if progress.best_step is not None and progress.best_reward is not None:
-            best = (progress.best_step, progress.best_reward)
-        return Position(
-            evaluated=progress.evaluated, active_s=progress.active_s, last_publish=progress.step, best=best
-        )
-
-    def _fetch_checkpoint(self) -> None:
-        """From the object store, if this machine has none or only older ones: it may not be the one of before."""
-        try:
-            fetch_newer(self._objects, self._prefix, self._checkpoints)
-        except Unavailable as error:
-            if not steps_on_disk(self._checkpoints):
-                raise
-            log.warning("whether the object store has a newer checkpoint is not known: %s", error.detail)
 
     def _open_journal(self) -> None:
         folder = self._settings.work_dir
@@ -260,8 +219,8 @@ class Session:
             state = parts.trainer.state()
             fresh = loop.checkpoint(state) if position.evaluated < 0 and step == 0 else None
             publisher.submit(Save(version, state.weights, fresh))
-            publisher.flush(_FLUSH_S)
-            self._outbox.flush(_FLUSH_S)
+            publisher.flush(FLUSH_S)
+            self._outbox.flush(FLUSH_S)
         else:
             log.warning("v%d is published but not on this machine; nodes pull it from the object store", version)
         return 2 * sum(t.numel() for t in trained_weights(parts.loaded.model).values())
@@ -304,15 +263,15 @@ class Session:
         self._status.set("finishing", parts.trainer.steps)
         loop.evaluate(final=True)
         self._status.set("finishing", parts.trainer.steps)
-        publisher.flush(_FLUSH_S)
-        self._keeper.stop(_FLUSH_S)
+        publisher.flush(FLUSH_S)
+        self._keeper.stop(FLUSH_S)
         step = parts.trainer.steps
         self._keeper.put(step, save(self._checkpoints, loop.checkpoint(), keep=spec.checkpoint_keep))
         self._put_journal()
         said = take_best(parts.trainer, self._checkpoints, loop.position.best) if spec.final == "best" else ""
         prefix = f"jobs/{self._answer.job_id}/final/"
         put_final(self._objects, prefix, parts, self._answer.spec, self._settings.work_dir / "final")
-        self._outbox.flush(_FLUSH_S)
+        self._outbox.flush(FLUSH_S)
         status = "succeeded" if ending.kind == "succeeded" else "finished"
         self._control.done(Done(status=status, reason=ending.reason + said, step=step, final_prefix=prefix))
 
@@ -366,4 +325,6 @@ def main(job_id: str | None = None, **given: str | None) -> int:
     except Unavailable as error:
         log.error("%s", error.detail)
         return 1
-    return follow(ranks, settings) if isinstance(ranks, Group) and ranks.rank != 0 else run(settings, ranks)
+    code = follow(ranks, settings) if isinstance(ranks, Group) and ranks.rank != 0 else run(settings, ranks)
+    leave(ranks, in_order=code == 0)
+    return code

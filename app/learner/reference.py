@@ -35,7 +35,7 @@ def draws(rows: Sequence[Row], seed: int, step: int) -> torch.Tensor:
     """
     made: list[float] = []
     for row in rows:
-        content = struct.pack(f"<{len(row.logprobs)}d", *row.logprobs) + repr(list(row.completion_ids)).encode()
+        content = struct.pack(f"<{len(row.logprobs)}f", *row.logprobs) + repr(list(row.completion_ids)).encode()
         source = random.Random(f"{seed} {step} {zlib.crc32(content)}")
         made += [source.random() for _ in row.completion_ids]
     return torch.tensor(made, dtype=torch.float32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class StepMetrics:
     reward: float
     t_train: float
     values: dict[str, float]
+    times: dict[str, float] = field(default_factory=dict)
+    """What `t_train` went into, seconds, and the tokens a second that came of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,8 @@ class GRPOTrainer:
         self._laps.lap("optimizer")
         self.steps += 1
         spent = self._clock() - began
-        values |= self._laps.metrics() | {"tokens_per_s": denominator / spent if spent > 0 else 0.0}
-        return StepMetrics(values["reward"], spent, values)
+        speed = {"tokens_per_s": denominator / spent if spent > 0 else 0.0}
+        return StepMetrics(values["reward"], spent, values, self._laps.metrics() | speed)
 
     def rehearse(self, rollouts: int, prompts: Sequence[Sequence[int]], completion_tokens: int) -> float:
         """Seconds that a step of `rollouts` would take if every group carried a signal.
@@ -174,9 +176,7 @@ class GRPOTrainer:
         if needs_shards(self._spec.learner, self._ranks):
             return self.state()
         weights, moments = trained_weights(self.model), self._moments()
-        return TrainerState(
-            self.steps, *self._copier.begin(lambda: self._whole(weights), lambda: self._whole(moments))
-        )
+        return TrainerState(self.steps, *self._copier.begin(lambda: self._whole(weights), lambda: self._whole(moments)))
 
     def _moments(self) -> dict[str, torch.Tensor]:
         return {
@@ -223,9 +223,6 @@ class GRPOTrainer:
     def _backward(self, rows: Sequence[Row], denominator: int) -> Seen:
         self._optimizer.zero_grad(set_to_none=True)
         seen = self._passes(self._plan(rows), denominator)
-        if not math.isfinite(seen.loss):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise LearnerError(f"the loss of step {self.steps + 1} is not finite; lower the learning rate")
         for parameter in self._named.values():
             # A step without any signal still decays the optimizer's moments, as if its zero gradient had been computed.
             if parameter.grad is None and parameter.requires_grad:
@@ -241,6 +238,9 @@ class GRPOTrainer:
         ranks = self._ranks
         tokens = [ranks.joined(t) for t in (own.log_ratio, own.lag, own.high, own.low)]
         loss, kl = ranks.total([own.loss, own.reference_kl or 0.0])
+        if not math.isfinite(loss):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise LearnerError(f"the loss of step {self.steps + 1} is not finite; lower the learning rate")
         seen = Seen(loss, tokens[0], tokens[1], tokens[2], tokens[3])
         return seen if self._reference is None else replace(seen, reference_kl=kl)
 

@@ -257,11 +257,15 @@ class LearnerSpec(Spec):
         return self.scale_rewards or ("none" if self.loss == "dppo" else "group")
 
 
+ADAPTIVE_START = 3
+"""S with which an adaptive job begins, the paper's default."""
+
+
 class StalenessSpec(Spec):
     """`staleness`, instead of `staleness_budget`: how far S may go, and whether it follows what the learner sees."""
 
     max: int = Field(ge=1, le=1000)
-    """S is never greater."""
+    """S is never greater. An adaptive one begins at min(3, max)."""
     adaptive: bool = False
     """Lower S, and κ with it, as soon as a step shows that policies are too far apart; raise them slowly."""
     min_ess: float = Field(default=0.5, gt=0, lt=1)
@@ -367,6 +371,16 @@ class JobSpec(Spec):
     def kappa(self) -> int:
         """κ, the publish period in learner steps (paper §3: default S − 1)."""
         return period(self.staleness_budget, self.publish_period)
+
+    @property
+    def first_staleness(self) -> int:
+        """S at the beginning: an adaptive one starts low, because a policy moves fastest at first, and rises."""
+        return min(ADAPTIVE_START, self.staleness_budget) if self.adaptive else self.staleness_budget
+
+    @property
+    def first_period(self) -> int:
+        """κ at the beginning."""
+        return period(self.first_staleness, self.publish_period)
 
     @property
     def adaptive(self) -> bool:

@@ -1,4 +1,4 @@
-"""The model's small files: config and tokenizer, fetched once at the start.
+"""The model's files, fetched once at the start: config and tokenizer; under an adapter its weights, too.
 
 Invariant: a file in the model folder has the size and hash that the control service announced.
 """
@@ -16,6 +16,8 @@ from app.protocol.node import AssetRef
 from app.rollout_agent.client import NodeClient
 
 MAX_ASSET_BYTES = 256 * 1024 * 1024
+WEIGHTS = ".safetensors"
+"""Files that may be of any size, and never are in memory as a whole."""
 
 
 async def fetch_assets(client: NodeClient, assets: Sequence[AssetRef], folder: Path) -> None:
@@ -25,6 +27,9 @@ async def fetch_assets(client: NodeClient, assets: Sequence[AssetRef], folder: P
     """
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     for asset in assets:
+        if asset.path.endswith(WEIGHTS):
+            await _fetch_weights(client, asset, folder / asset.path)
+            continue
         if asset.size > MAX_ASSET_BYTES:
             raise IntegrityError(f"asset {asset.path} has {asset.size} bytes, at most {MAX_ASSET_BYTES} are taken")
         data = await client.download(asset.url, asset.size)
@@ -33,6 +38,18 @@ async def fetch_assets(client: NodeClient, assets: Sequence[AssetRef], folder: P
         if not _matches(asset, data):
             raise IntegrityError(f"asset {asset.path} does not have the size and hash that were announced")
         await asyncio.to_thread((folder / asset.path).write_bytes, data)
+
+
+async def _fetch_weights(client: NodeClient, asset: AssetRef, path: Path) -> None:
+    for _ in range(2):
+        await client.download_to(asset.url, path, asset.size)
+        if await asyncio.to_thread(_digest, path) == asset.blake3:
+            return
+    raise IntegrityError(f"asset {asset.path} does not have the hash that was announced")
+
+
+def _digest(path: Path) -> str:
+    return blake3(max_threads=1).update_mmap(path).hexdigest()
 
 
 def _matches(asset: AssetRef, data: bytes) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = httpx.Timeout(10.0, connect=5.0)
 TRANSFER_TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+SLOWEST_BYTES_PER_S = 1_000_000
+"""A large file that comes slower than that is given up."""
 LONG_POLL_MARGIN_S = 10.0
 RETRIES = 4
 BACKOFF_S, BACKOFF_MAX_S = 0.25, 5.0
@@ -134,6 +137,10 @@ class NodeClient:
         """Get a small presigned object. Raises TooLarge when it exceeds `max_bytes`."""
         return await self._repeat(lambda: self._download(url, max_bytes))
 
+    async def download_to(self, url: str, path: Path, max_bytes: int) -> None:
+        """Get a presigned object of any size into a file. Raises TooLarge when it exceeds `max_bytes`."""
+        await self._repeat(lambda: self._download_to(url, path, max_bytes))
+
     def _own(self, path: str) -> str:
         return f"/{self._node_id}{path}"
 
@@ -194,8 +201,17 @@ class NodeClient:
         async with asyncio.timeout(TRANSFER_TIMEOUT.read):
             return await _reach(self._stream(url, max_bytes), "the object store")
 
+    async def _download_to(self, url: str, path: Path, max_bytes: int) -> None:
+        with path.open("wb") as file:
+            async with asyncio.timeout(max(TRANSFER_TIMEOUT.read or 0.0, max_bytes / SLOWEST_BYTES_PER_S)):
+                await _reach(self._stream_into(url, max_bytes, file.write), "the object store")
+
     async def _stream(self, url: str, max_bytes: int) -> bytes:
         parts: list[bytes] = []
+        await self._stream_into(url, max_bytes, parts.append)
+        return b"".join(parts)
+
+    async def _stream_into(self, url: str, max_bytes: int, take: Callable[[bytes], object]) -> None:
         size = 0
         async with self._http.stream("GET", url, timeout=TRANSFER_TIMEOUT) as response:
             if not response.is_success:
@@ -206,8 +222,7 @@ class NodeClient:
                 self.bytes_down += len(part)
                 if size > max_bytes:
                     raise errors.TooLarge(f"the object is larger than the {max_bytes} bytes that were announced")
-                parts.append(part)
-        return b"".join(parts)
+                take(part)
 
 
 class Unreached(Unavailable):

@@ -9,11 +9,16 @@ belongs to its engine.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import sys
+import termios
 import urllib.request
 from urllib.parse import urlsplit
 
 CONNECT_S = 5.0
+LOOK_S = 0.25
+"""How often a source that sends little is looked at, to tell slow from silent."""
 MAX_HEAD_BYTES = 32 * 1024
 READ_BYTES = 8 * 1024
 """Read at once where headers are due: little, so that what follows them isn't copied."""
@@ -201,14 +206,23 @@ class Connection:
         if low_water != self._low_water:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water
-        try:
+        loop = asyncio.get_running_loop()
+        there, since = 0, loop.time()
+        while True:
             try:
-                async with asyncio.timeout(silence_s):
-                    return await asyncio.get_running_loop().sock_recv_into(self._sock, into)
+                async with asyncio.timeout(min(silence_s, LOOK_S)):
+                    return await loop.sock_recv_into(self._sock, into)
             except TimeoutError:
-                # Fewer bytes than asked for may have come in all that time: slow, but not silent.
-                return self._sock.recv_into(into)
-        except BlockingIOError as error:
-            raise Lost(f"silent for {silence_s:g} s") from error
-        except OSError as error:
-            raise Ended(f"{type(error).__name__}: {error}"[:300]) from error
+                # Below the low-water mark bytes come without waking us: slow is not silent, but old bytes are no news.
+                found = self._unread()
+                if found > there:
+                    there, since = found, loop.time()
+                elif loop.time() - since >= silence_s:
+                    raise Lost(f"silent for {silence_s:g} s") from None
+            except OSError as error:
+                raise Ended(f"{type(error).__name__}: {error}"[:300]) from error
+
+    def _unread(self) -> int:
+        """Bytes that the kernel holds for us."""
+        count = fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4))
+        return int.from_bytes(count, sys.byteorder)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import struct
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,37 @@ Indices = npt.NDArray[np.int64]
 _ZSTD = pa.Codec("zstd", compression_level=1)
 
 
+class Readable(Protocol):
+    """A file, or memory that is read like one."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes; none at the end."""
+        ...
+
+    def readinto(self, into: memoryview, /) -> int | None:
+        """Fill a buffer; how many bytes, 0 or None at the end."""
+        ...
+
+
+class Memory:
+    """Reads memory in order, without a copy of all of it as BytesIO makes one."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._left = memoryview(data).cast("B")
+
+    def read(self, size: int, /) -> bytes:
+        """The next `size` bytes."""
+        taken, self._left = self._left[:size], self._left[size:]
+        return bytes(taken)
+
+    def readinto(self, into: memoryview, /) -> int:
+        """Fill a buffer with the next bytes."""
+        count = min(len(into), len(self._left))
+        into[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """What encoding came to. `share`: size of the delta over that of the payload, of the part that was encoded."""
@@ -69,7 +100,7 @@ class Head:
     new_hash: bytes
 
 
-def write(base: BinaryIO, new: BinaryIO, out: BinaryIO, *, size: int, base_hash: bytes, new_hash: bytes) -> Encoded:
+def write(base: Readable, new: Readable, out: BinaryIO, *, size: int, base_hash: bytes, new_hash: bytes) -> Encoded:
     """Write the delta between two payloads of `size` bytes, read in order; the hashes are taken as given.
 
     What was written is of no use unless the result `pays`.
@@ -91,7 +122,7 @@ def write(base: BinaryIO, new: BinaryIO, out: BinaryIO, *, size: int, base_hash:
     return Encoded(pays=True, share=written / size, changed=changed)
 
 
-def rebuild(base: BinaryIO, delta: BinaryIO, out: BinaryIO, *, size: int) -> str:
+def rebuild(base: Readable, delta: Readable, out: BinaryIO, *, size: int) -> str:
     """Write the payload that a delta makes of a base of `size` bytes; returns its blake3 (hex).
 
     Raises IntegrityError if the delta is damaged, or if what comes out hasn't the hash that the delta names, which is
@@ -123,7 +154,7 @@ def encode(base: Buffer, new: Buffer) -> bytes | None:
         return None
     out = io.BytesIO()
     made = write(
-        io.BytesIO(old_bits), io.BytesIO(new_bits), out,
+        Memory(old_bits), Memory(new_bits), out,
         size=len(new_bits), base_hash=blake3(old_bits).digest(), new_hash=blake3(new_bits).digest(),
     )  # fmt: skip
     return out.getvalue() if made.pays else None
@@ -135,18 +166,18 @@ def apply(base: Buffer, delta: Buffer) -> bytes:
     A payload that has the new hash already is returned as it is.
     """
     bits = memoryview(base).cast("B")
-    head = read_head(io.BytesIO(delta))
+    head = read_head(Memory(delta))
     found = blake3(bits).digest()
     if found == head.new_hash and len(bits) == head.payload_bytes:
         return bytes(bits)
     if found != head.base_hash and len(bits) == head.payload_bytes:
         raise IntegrityError("the delta was made against another base: fetch the version in full")
     out = io.BytesIO()
-    rebuild(io.BytesIO(bits), io.BytesIO(delta), out, size=len(bits))
+    rebuild(Memory(bits), Memory(delta), out, size=len(bits))
     return out.getvalue()
 
 
-def read_head(delta: BinaryIO) -> Head:
+def read_head(delta: Readable) -> Head:
     """The head of a delta, from where the file stands. Raises IntegrityError."""
     packed = delta.read(HEAD.size)
     if len(packed) < HEAD.size:
@@ -171,7 +202,7 @@ def _encode_block(before: Elements, after: Elements) -> tuple[int, bytes]:
     return len(changed), BLOCK_HEAD.pack(len(changed), len(where), len(what)) + where + what
 
 
-def _apply_block(elements: Elements, delta: BinaryIO) -> None:
+def _apply_block(elements: Elements, delta: Readable) -> None:
     """Take the next block off the delta and change the elements by it."""
     packed = delta.read(BLOCK_HEAD.size)
     if len(packed) < BLOCK_HEAD.size:
@@ -191,7 +222,7 @@ def _apply_block(elements: Elements, delta: BinaryIO) -> None:
     elements[indices] += steps
 
 
-def _stream(delta: BinaryIO, packed_bytes: int, size: int) -> bytes:
+def _stream(delta: Readable, packed_bytes: int, size: int) -> bytes:
     """The next zstd stream of a delta, which must hold exactly `size` bytes."""
     # The most that zstd makes of incompressible data; a stream that claims more isn't read at all.
     if packed_bytes > size + size // 128 + 1024:
@@ -231,11 +262,11 @@ def _changed(before: Elements, after: Elements) -> Indices:
     return np.concatenate(found)
 
 
-def _elements(file: BinaryIO, block: bytearray, left: int) -> Elements:
+def _elements(file: Readable, block: bytearray, left: int) -> Elements:
     """Fill a block, or its first `left` bytes, from a file, and see it as elements. IntegrityError if it's shorter."""
     view, got = memoryview(block)[:left], 0
     while got < len(view):
-        count = file.readinto(view[got:])  # type: ignore[attr-defined]  # all files have it; BinaryIO doesn't say so
+        count = file.readinto(view[got:])
         if not count:
             raise IntegrityError("a payload is shorter than it should be")
         got += count

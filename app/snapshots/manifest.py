@@ -32,6 +32,8 @@ MOST_LEAVES = 16 * 1024
 SIGNED_PREFIX = b"echo2 snapshot manifest\n"
 """Put before the text that is signed: a signature of this key over anything else can't pass for a manifest."""
 DTYPE_BYTES = {"BF16": 2, "F32": 4}
+ADAPTER_ASSET = "adapter.json"
+"""Among the assets of a job that trains an adapter, whose snapshots then hold the adapter alone. PEFT's fields."""
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,11 @@ class Pacer:
 SO_MAX_PACING_RATE = 47
 """Of Linux; not in Python's socket module."""
 LARGEST_RATE = 2**31 - 1
+TCP_INFO_BYTES = 60
+TCP_INFO = struct.Struct("=24xI28xI")
+"""Of Linux's struct tcp_info: segments unacknowledged, and milliseconds since anything was acknowledged."""
+STUCK_MS = 2000
+"""A socket whose other side hasn't acknowledged anything for so long needs no share of the link."""
 
 
 class Shares:
@@ -81,9 +87,25 @@ class Shares:
             self._divide()
 
     def _divide(self) -> None:
-        for sock, share in self._sending:
-            assert self._rate is not None
-            _pace(sock, max(1, min(LARGEST_RATE, int(self._rate * share / len(self._sending)))))
+        """A child that was cut off is missed by the kernel after minutes only: its share is for who comes instead."""
+        assert self._rate is not None
+        alive = [sender for sender in self._sending if not _is_stuck(sender[0])]
+        for sock, share in alive:
+            _pace(sock, max(1, min(LARGEST_RATE, int(self._rate * share / len(alive)))))
+
+
+def stuck(tcp_info: bytes) -> bool:
+    """Whether what was sent has not been acknowledged for long."""
+    unacknowledged, since_ms = TCP_INFO.unpack_from(tcp_info)
+    return bool(unacknowledged) and since_ms >= STUCK_MS
+
+
+def _is_stuck(sock: socket.socket) -> bool:
+    # The connection may be gone by now; then it takes nothing either.
+    try:
+        return stuck(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES))
+    except OSError:
+        return True
 
 
 def _pace(sock: socket.socket, bytes_per_s: int) -> None:

@@ -55,6 +55,7 @@ def cheapest(version: int, *, held: Collection[int], wholes: Mapping[int, int], 
 
 def newest(after: int, *, held: Collection[int], wholes: Mapping[int, int], deltas: Collection[Offer]) -> Plan | None:
     """The cheapest way to the newest version > `after` that can be reached at all without going back."""
+    wholes = {version: size for version, size in wholes.items() if version > after}
     versions = {*wholes, *(offer.version for offer in deltas)}
     for version in sorted((v for v in versions if v > after), reverse=True):
         plan = cheapest(version, held=held, wholes=wholes, deltas=deltas)

@@ -275,7 +275,7 @@ class Wire:
         plan = cheapest(
             version,
             held=held,
-            wholes={p.version: p.bytes for p in parts if p.base is None},
+            wholes={p.version: p.bytes for p in parts if p.base is None and p.version > after},
             deltas=[p for p in parts if p.base is not None],
         )
         if plan is None or not plan.steps or plan.steps[0].version <= after:

@@ -65,7 +65,9 @@ def alone() -> None:
         )
 
 
-def leave() -> None:
-    """Take leave of the process group; only after all ranks have come to their end."""
-    if dist.is_initialized():
+def leave(ranks: Ranks, *, in_order: bool = True) -> None:
+    """The end of this process's work. `in_order`: all ranks have come to their end, so that none waits for another."""
+    if isinstance(ranks, Group):
+        ranks.close()
+    if in_order and dist.is_initialized():
         dist.destroy_process_group()

@@ -89,8 +89,8 @@ ALONE = Alone()
 class Group:
     """The processes of torch's default process group, which must be there.
 
-    Announcements go through `store`, so that the others may wait for the next one for hours; collectives have the
-    timeout of the process group.
+    `look_s`: how often a rank that waits looks whether rank 0 lives. Announcements go through `store`, so that the
+    others may wait for the next one for hours; collectives have the timeout of the process group.
     """
 
     def __init__(
@@ -100,18 +100,21 @@ class Group:
         rank: int,
         size: int,
         silence_s: float = SILENCE_S,
+        look_s: float = _LOOK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.size = size
         self._store = store
         self._silence_s = silence_s
+        self._look_s = look_s
         self._clock = clock
         self._count = 0
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="ranks", daemon=True)
         if rank == 0:
             store.set("alive", "0")
-            threading.Thread(target=self._beat, name="ranks", daemon=True).start()
+            self._thread.start()
 
     def announce(self, op: Op, payload: bytes = b"") -> None:
         """Rank 0: one announcement. Raises Unavailable if the others can't be reached."""
@@ -147,9 +150,11 @@ class Group:
         # An announcement is deleted when the next is made, which is after all have joined in the work of this one.
         return Command(said["op"], payload.numpy().tobytes())
 
-    def close(self) -> None:
-        """Give no more signs of life."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Give no more signs of life: a thread that still talks to the store when the process ends takes it down."""
         self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over the ranks, in float64."""
@@ -179,7 +184,7 @@ class Group:
 
     def _there(self, key: str) -> bool:
         try:
-            self._store.wait([key], timedelta(seconds=_LOOK_S))
+            self._store.wait([key], timedelta(seconds=self._look_s))
         except dist.DistStoreError:
             return False
         return True

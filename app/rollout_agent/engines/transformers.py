@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.initialization import no_init_weights
 
 from app.protocol.errors import BadInput, IntegrityError, Unavailable
+from app.rollout_agent.engines.adapter import adapt, read_config
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, Tainted, check_layout, unique_tensors
 from app.rollout_agent.engines.check import check_loaded
 from app.snapshots.codec import decode
@@ -79,22 +80,39 @@ class TransformersEngine:
         return self._tokenizer
 
     def load(self, model_dir: Path) -> None:
-        """Build the model without weights. Code that comes with a model is never run. Raises BadInput."""
+        """Build the model without weights, or under an adapter with its own. Code that comes with a model is never run.
+
+        Raises BadInput.
+        """
         try:
+            adapter = read_config(model_dir)
             config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
             self._tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-            with no_init_weights():
-                model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
-            # Skipping the initialisation has skipped this too.
-            model.tie_weights()
+            model = self._build(model_dir, config) if adapter is None else self._read(model_dir)
         except (OSError, ValueError, KeyError) as error:
             raise BadInput(f"the model files do not make a causal language model: {error}"[:500]) from error
         self._model = model.to(self._device).eval().requires_grad_(False)
         state = self._model.state_dict()
+        if adapter is not None:
+            state = adapt(self._model, adapter)
         self._names, self._weights = frozenset(state), unique_tensors(state)
         self._eos = torch.tensor(_eos_ids(model.generation_config, config, self._tokenizer), device=self._device)
         if "cache" in inspect.signature(type(model).forward).parameters:
             self._cache_word = "cache"
+
+    def _build(self, model_dir: Path, config: Any) -> Any:
+        """The model, whose weights are to come with a snapshot."""
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
+        # Skipping the initialisation has skipped this too.
+        model.tie_weights()
+        return model
+
+    def _read(self, model_dir: Path) -> Any:
+        """The model with the weights that lie beside its configuration: snapshots bring an adapter only."""
+        return AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=self._dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+        )
 
     def install(self, payload: Path, manifest: Manifest, version: int) -> None:
         """Read and check everything aside, copy it into the model, and check what is there then.

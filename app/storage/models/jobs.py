@@ -47,6 +47,8 @@ class Job(Base):
     assets: Mapped[list[Any]] = mapped_column(default=list)
     parameters: Mapped[int | None]
     snapshot_bytes: Mapped[int | None]
+    publish_bytes: Mapped[int | None]
+    """What a node that has the version before fetched of the newest one: its delta, or all of it."""
     train_prompts: Mapped[int | None]
     eval_prompts: Mapped[int | None]
     t_train: Mapped[float | None]

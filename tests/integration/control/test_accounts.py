@@ -190,7 +190,7 @@ async def test_job_that_a_cap_holds_up_waits_and_does_not_fail(open_world: Opene
 
 
 async def test_what_is_being_released_counts_until_it_is_seen_gone(open_world: Opener, provider: FakeProvider) -> None:
-    provider.machines = machines_of(m1=0.5, m2=0.5)
+    provider.machines = machines_of(m1=0.5, m2=0.51)
     async with open_world(max_usd_per_hour="0.7") as control:
         _, learner = await provisioned(control)
         provider.release_failures = 6
@@ -198,7 +198,7 @@ async def test_what_is_being_released_counts_until_it_is_seen_gone(open_world: O
         for _ in range(30):
             await control.rounds(1, 10, learner)
             assert hourly(control) <= 700_000
-        assert provider.live_machines() == ["m2"]
+        assert [r.instance_id for r in provider.live()] == ["2"]
 
 
 async def test_price_rise_above_the_cap_gives_the_dearest_back(open_world: Opener, provider: FakeProvider) -> None:

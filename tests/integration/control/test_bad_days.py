@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 import pytest
 
@@ -56,6 +57,21 @@ async def test_no_machine_stays_in_any_of_its_provider_s_states_without_a_node(
     assert (await control.leases())[0].reason
     await control.round(10)
     assert provider.live_machines() == ["m2"]
+
+
+@pytest.mark.parametrize("state", ["joining", "warming", "draining"])
+async def test_a_node_that_does_not_work_says_why_and_since_when(
+    control: World, provider: FakeProvider, state: str
+) -> None:
+    job_id = await booting(control)
+    node = await control.join(provider.live()[0])
+    control.clock.advance(30)
+    node.state = state
+    await node.beat()
+    (row,) = (await control.get(f"/v1/jobs/{job_id}/fleet"))["nodes"]
+    assert row["state"] == state
+    assert row["reason"]
+    assert datetime.fromisoformat(row["since"]).timestamp() == control.clock.now
 
 
 async def test_a_machine_that_is_ended_by_its_provider_is_replaced_at_once(
@@ -153,7 +169,7 @@ async def test_slow_destroy_calls_hold_up_no_round_and_are_sent_once(open_world:
         job_id = await control.create(fleet={"providers": ["slow"]})
         await control.ready_learner(job_id)
         await control.round()
-        control.svc.controller.leases.patience_s = 0.05
+        control.svc.controller.leases.releases.patience_s = 0.05
         slow.fail("1")
         clock.advance(10)
         async with asyncio.timeout(20):
@@ -256,3 +272,20 @@ async def test_a_host_without_free_ports_is_asked_for_none(
         await control.ready_learner(job_id)
         await control.round()
     assert [s.ports for s in odd.specs] == [asked]
+
+
+async def test_a_silent_node_wakes_the_loop_when_its_time_is_up_and_not_at_the_next_tick(control: World) -> None:
+    job_id = await control.create()
+    await control.running(job_id)
+    news = control.svc.core.signals.subscribe("tick")
+    control.clock.advance(60)
+    await control.svc.loop.listen_for_silence()
+    assert not news.is_set(), "a minute is allowed"
+    control.clock.advance(1)
+    await control.svc.loop.listen_for_silence()
+    assert news.is_set()
+    await control.round()
+    assert "node_lost" in await control.kinds(job_id)
+    news = control.svc.core.signals.subscribe("tick")
+    await control.svc.loop.listen_for_silence()
+    assert not news.is_set(), "what is lost wakes nobody again"

@@ -343,7 +343,7 @@ async def test_nodes_form_chains_and_move_up_when_their_upstream_leaves(control:
     for node in nodes:
         await node.beat()
     uplinks = [[u["kind"] for u in n.directives["upstreams"]] for n in nodes]
-    assert all(u[-2:] == ["learner", "store"] for u in uplinks)
+    assert all(u[-1] == "store" and "learner" in u for u in uplinks)
     child = next(n for n in nodes if n.directives["upstreams"][0]["kind"] == "peer")
     parent = next(n for n in nodes if n.id == child.directives["upstreams"][0]["node_id"])
     await parent.leave()
@@ -398,6 +398,33 @@ async def test_snapshot_urls_are_given_once_the_version_is_stored(control: World
     assert (await control.http.get(answer.json()["manifest_url"], headers=headers)).content == b"{}"
     await learner.publish(1, stored=False)
     assert (await control.http.get(f"/v1/nodes/{node.id}/snapshots/1", headers=headers)).status_code == 404
+
+
+async def test_a_version_that_is_stored_as_a_delta_comes_with_all_that_leads_to_it(control: World) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    delta = {"base": 0, "bytes": 30, "chunks": 2, "stored": True}
+    await learner.tell(
+        "published",
+        {"version": 2, "bytes": 1000, "chunks": 5, "relay_url": "http://127.0.0.1:9", "stored": False, "delta": delta,
+         "delta_share": 0.03},
+    )  # fmt: skip
+    headers = {"Authorization": f"Bearer {node.token}"}
+    answer = (await control.http.get(f"/v1/nodes/{node.id}/snapshots/2?first=1", headers=headers)).json()
+    assert (answer["manifest_url"], answer["chunk_urls"]) == ("", {})
+    assert list(answer["delta"]["chunk_urls"]) == ["1"]
+    assert f"jobs/{job_id}/snapshots/2/delta/chunks/1" in answer["delta"]["chunk_urls"]["1"]
+    assert answer["parts"] == [
+        {"version": 0, "base": None, "bytes": 1000},
+        {"version": 2, "base": 0, "bytes": 30},
+    ]
+    shown = (await control.get(f"/v1/jobs/{job_id}/fleet"))["broadcast"]
+    assert shown["publishes"][0] == {
+        "version": 2, "bytes": 1000, "sent": "delta", "delta_base": 0, "delta_bytes": 30, "delta_share": 0.03,
+        "note": "", "stored": "delta",
+    }  # fmt: skip
+    assert (shown["versions"], shown["deltas"], shown["delta_bytes_mean"]) == (2, 1, 30)
+    assert shown["publishes"][1]["sent"] == "full"
 
 
 def test_seeded_values_are_what_they_are() -> None:

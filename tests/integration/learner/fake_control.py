@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from app.learner.model import load
 from app.learner.sampling import eos_ids, sample
-from app.protocol.job import JobSpec
+from app.protocol.job import JobSpec, SnapshotSpec
 from app.protocol.trajectory import Rollout, encode
 from app.snapshots.codec import decode as decode_snapshot
 from app.snapshots.manifest import verify
@@ -39,7 +39,9 @@ class FakeService:
     """State survives learner processes, as the real one's does."""
 
     def __init__(self, spec: JobSpec, store: FolderStore, model_folder: Path) -> None:
-        self.spec, self.store = spec, store
+        # What stands for the fleet here reads whole versions out of the store.
+        self.spec = spec.model_copy(update={"snapshot": SnapshotSpec(keyframe_every=1)})
+        self.store = store
         self.epoch = 0
         self.command = "run"
         self.steps: dict[int, dict] = {}

@@ -69,9 +69,10 @@ def play(case: Case, ranks: Ranks, out: Path) -> None:
                 load_file(Path(case.start) / "optimizer.safetensors"),
             )
         )
-    prior = trainer.rehearse(40, [[1, 2, 3], [4, 5]], 6)
-    made = batches()
+    made, prior = batches(), 1.0
     try:
+        if not case.broken:
+            prior = trainer.rehearse(40, [[1, 2, 3], [4, 5]], 6)
         values = [trainer.step(made[i]).values for i in case.steps]
     except LearnerError as error:
         failure = error.detail
@@ -93,7 +94,7 @@ def main(out: Path, cases: dict[str, Case]) -> None:
             serve(ranks, trainer_for(case, ranks), lambda: 0.0)
         else:
             play(case, ranks, out / name)
-    leave()
+    leave(ranks)
 
 
 def write(cases: dict[str, Case], path: Path) -> None:

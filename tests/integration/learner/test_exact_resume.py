@@ -15,17 +15,20 @@ import torch
 from blake3 import blake3
 from starlette.responses import JSONResponse
 
+from app.learner.model import LoadedModel, load
 from app.learner.sampling import eos_ids, sample
 from app.learner.tiny import tiny_model
 from app.protocol.job import JobSpec
 from app.protocol.trajectory import Rollout, encode
 from app.storage.stores import FolderStore
-from app.tasks.prompts import decode, encode_prompt
+from app.tasks.base import Task
+from app.tasks.prompts import encode_prompt
+from app.tasks.registry import load_task
 from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, Server
 from tests.integration.learner.test_learner_process import CACHE
 from tests.integration.learner.zygote import Zygote
 
-STEPS, PROMPTS, GROUP = 24, 2, 4
+STEPS, PROMPTS, GROUP = 20, 2, 4
 KILLS = 10
 SPEC = JobSpec.model_validate(
     {
@@ -50,6 +53,37 @@ SPEC = JobSpec.model_validate(
 )
 
 
+def stock() -> list[tuple[dict, bytes]]:
+    """A file for each step: its entry in the index, and its bytes."""
+    task, loaded, versions = load_task(SPEC.task, SPEC.seed), load(tiny_model(CACHE)), random.Random(5)
+    return [_file(task, loaded, number, [versions.randrange(0, 60) for _ in range(PROMPTS)]) for number in range(STEPS)]
+
+
+def _file(task: Task, loaded: LoadedModel, number: int, versions: list[int]) -> tuple[dict, bytes]:
+    rollouts = []
+    for place, version in enumerate(versions):
+        prompt = task.train(number * PROMPTS + place)
+        ids = encode_prompt(loaded.tokenizer, prompt)
+        made = sample(
+            loaded.model, [ids] * GROUP, max_tokens=8, temperature=1.0, eos=eos_ids(loaded.model, loaded.tokenizer),
+            generator=torch.Generator().manual_seed(number * PROMPTS + place),
+        )  # fmt: skip
+        # Rewards at random, so that every group has a signal.
+        rewards = [float(i == number % GROUP) for i in range(GROUP)]
+        rollouts += [
+            Rollout(f"w{number}-{place}", prompt.index, i, ids, c.ids, c.logprobs, [version], [0], rewards[i],
+                    c.finish_reason)
+            for i, c in enumerate(made)
+        ]  # fmt: skip
+    data = encode(rollouts)
+    entry = {
+        "seq": number + 1, "key": f"jobs/{JOB}/trajectories/0/{number}.parquet", "size": len(data),
+        "blake3": blake3(data).hexdigest(), "node_id": f"node-{number % 2}",
+        "work_items": list(dict.fromkeys(r.work_item for r in rollouts)),
+    }  # fmt: skip
+    return entry, data
+
+
 class StockService(FakeService):
     """Hands out the file of step t + 1 as soon as step t is on record, and never takes one back.
 
@@ -57,40 +91,12 @@ class StockService(FakeService):
     are such that the oldest ones are not those that come first.
     """
 
-    def __init__(self, store: FolderStore) -> None:
+    def __init__(self, store: FolderStore, stock: list[tuple[dict, bytes]]) -> None:
         super().__init__(SPEC, store, tiny_model(CACHE))
         self._visible = 1
-        versions = random.Random(5)
-        for number in range(STEPS):
-            self._put(number, [versions.randrange(0, 60) for _ in range(PROMPTS)])
-
-    def _put(self, number: int, versions: list[int]) -> None:
-        model, tokenizer = self._loaded.model, self._loaded.tokenizer
-        rollouts = []
-        for place, version in enumerate(versions):
-            prompt = self._task.train(number * PROMPTS + place)
-            ids = encode_prompt(tokenizer, prompt)
-            made = sample(
-                model, [ids] * GROUP, max_tokens=8, temperature=1.0, eos=eos_ids(model, tokenizer),
-                generator=torch.Generator().manual_seed(number * PROMPTS + place),
-            )  # fmt: skip
-            # Rewards at random, so that every group has a signal.
-            rewards = [float(i == number % GROUP) for i in range(GROUP)]
-            rollouts += [
-                Rollout(f"w{number}-{place}", prompt.index, i, ids, c.ids, c.logprobs, [version], [0], rewards[i],
-                        c.finish_reason)
-                for i, c in enumerate(made)
-            ]  # fmt: skip
-            decode(tokenizer, made[0].ids)
-        data = encode(rollouts)
-        key = f"jobs/{JOB}/trajectories/0/{number}.parquet"
-        self.store.put(key, data)
-        self.index.append(
-            {
-                "seq": number + 1, "key": key, "size": len(data), "blake3": blake3(data).hexdigest(),
-                "node_id": f"node-{number % 2}", "work_items": list(dict.fromkeys(r.work_item for r in rollouts)),
-            }
-        )  # fmt: skip
+        for entry, data in stock:
+            store.put(entry["key"], data)
+            self.index.append(entry)
 
     def trajectories(self, after: int) -> JSONResponse:
         """What is visible and not consumed."""
@@ -138,25 +144,30 @@ def outcome(folder: Path) -> tuple[str, str]:
     return blake3(final.read_bytes()).hexdigest(), blake3(optimizer.read_bytes()).hexdigest()
 
 
+def run_wild(zygote: Zygote, service: StockService, folder: Path, rng: random.Random) -> None:
+    """Kill it ten times, then let it end."""
+    with Server(service) as url:
+        for _ in range(KILLS):
+            pid = start(zygote, folder, url)
+            kill_later(service, zygote, pid, rng.choice([None, 0, 1, 2, 3]), rng.uniform(0, 0.2))
+        finish(zygote, folder, url)
+
+
 def losses(service: FakeService) -> dict[int, float]:
     return {step: s["metrics"]["loss"] for step, s in sorted(service.steps.items())}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_ten_kills_change_nothing(tmp_path: Path) -> None:
     (tmp_path / "calm").mkdir()
     (tmp_path / "wild").mkdir()
-    calm = StockService(FolderStore(tmp_path / "calm" / "objects"))
+    files, rng = stock(), random.Random(20)
+    calm = StockService(FolderStore(tmp_path / "calm" / "objects"), files)
+    wild = StockService(FolderStore(tmp_path / "wild" / "objects"), files)
     zygote = Zygote(CACHE)
     with closing(zygote), Server(calm) as url:
         finish(zygote, tmp_path / "calm", url)
-    wild, rng = StockService(FolderStore(tmp_path / "wild" / "objects")), random.Random(20)
-    zygote = Zygote(CACHE)
-    with closing(zygote), Server(wild) as url:
-        for _ in range(KILLS):
-            pid = start(zygote, tmp_path / "wild", url)
-            kill_later(wild, zygote, pid, rng.choice([None, 0, 1, 2, 3]), rng.uniform(0, 0.2))
-        finish(zygote, tmp_path / "wild", url)
+        run_wild(zygote, wild, tmp_path / "wild", rng)
     assert wild.epoch == KILLS + 1
     # Some steps were made more than once, or the test shows nothing.
     assert len(wild.history) > STEPS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,6 +198,24 @@ def test_a_damaged_checkpoint_costs_steps_but_no_version_is_published_twice(tmp_
     assert service.store.get(f"jobs/{JOB}/snapshots/4/manifest.json") == manifest
     used = [w for s in service.steps.values() for w in s["trained"]]
     assert len(used) == len(set(used)) == 24
+
+
+def test_a_learner_on_another_machine_goes_on_from_the_object_store(tmp_path: Path):
+    service = service_for(tmp_path, spec())
+    with Server(service) as url:
+        assert run(settings(tmp_path, url)) == 0
+        shutil.rmtree(tmp_path / "learners")
+        service.spec = spec(stop={"steps": 6}, learner={"final": "best"})
+        assert run(settings(tmp_path, url)) == 0
+        assert service.store.head(f"jobs/{JOB}/checkpoints/4/COMMIT") is not None
+    assert service.ready[1]["resume_step"] == 4
+    assert sorted(service.steps) == [1, 2, 3, 4, 5, 6]
+    used = [w for s in service.steps.values() for w in s["trained"]]
+    assert len(used) == len(set(used))
+    lines = service.store.get(f"jobs/{JOB}/metrics.jsonl").decode().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [r["step"] for r in rows if r["kind"] == "step"] == [5, 6]
+    assert {"mismatch_kl_node_node-1", "t_forward", "t_optimizer", "advantage_std", "tokens_per_s"} <= rows[0].keys()
 
 
 def test_reports_survive_a_service_that_is_away(tmp_path: Path):

@@ -116,7 +116,12 @@ async def test_a_machine_s_own_metadata_service_is_asked_and_not_through_the_pro
             HTTP_PROXY="http://127.0.0.1:1",
             NO_PROXY=control.base_url.removeprefix("http://"),
         )
-        log = await log_of(process)
+        try:
+            await eventually(lambda: bool(control.leaves), "it has left", 60)
+            log = await log_of(process)
+        finally:
+            if process.returncode is None:
+                process.kill()
         assert process.returncode == 0, log
         assert "will be interrupted" in log
         [told] = [beat.interruption for beat in control.beats if beat.interruption is not None]

@@ -124,6 +124,7 @@ async def test_nobody_without_the_jobs_token_gets_anything(tmp_path: Path, clien
         ("/snapshots/next?after=1&wait_s=nan", 422),
         (f"/snapshots/{'9' * 5000}/stream", 422),
         ("/snapshots/1/stream?from_leaf=-1", 422),
+        ("/snapshots/1/stream?leaves=0", 422),
         ("/snapshots/7/stream", 404),
         ("/snapshots/next?after=1&wait_s=0.01", 204),
     ],
@@ -150,6 +151,16 @@ async def test_a_starved_relay_says_that_it_is_alive(tmp_path: Path, client: htt
         incoming.close()
         with pytest.raises(httpx.RemoteProtocolError):  # cut off: no leaf comes, and it can't be taken for the whole
             await anext(data)
+
+
+async def test_a_few_leaves_can_be_asked_for(tmp_path: Path, client: httpx.AsyncClient) -> None:
+    store = make_store(tmp_path / "s")
+    sent = publish(store, 1)
+    async with relay_of(store) as relay:
+        answer = await client.get(url(relay) + "/snapshots/1/stream?from_leaf=3&leaves=2", headers=AUTH)
+    got = list(LeafParser(sent.manifest, 3, framed=True).feed(answer.content))
+    assert got == [(3, leaf(sent, 3)), (4, leaf(sent, 4))]
+    assert relay.bytes_served == 2 * LEAF
 
 
 async def test_sending_is_paced_over_all_streams(tmp_path: Path, client: httpx.AsyncClient) -> None:

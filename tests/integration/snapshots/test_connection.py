@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -124,6 +125,38 @@ async def test_silence_is_a_lost_source_and_a_trickle_is_not() -> None:
     async with answering([head, b"x" * 600], hang=True) as connection:
         await connection.get("/", {}, SILENCE_S)
         assert await connection.read(memoryview(bytearray(600)), SILENCE_S) == 600
+
+
+async def test_half_a_leaf_does_not_put_off_the_end_of_a_silent_source() -> None:
+    """What came before the silence lies below the low-water mark, and is seen only when somebody looks."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+    async with answering([head + b"x" * 30_000], hang=True) as connection:
+        await connection.get("/", {}, SILENCE_S)
+        started = time.monotonic()
+        with pytest.raises(Lost, match="silent"):
+            await connection.read(memoryview(bytearray(100_000)), 2.0)
+        assert 2.0 <= time.monotonic() - started < 3.9
+
+
+async def test_a_trickle_below_the_mark_is_not_silence() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 6000\r\n\r\n"
+    go_on = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        for _ in range(6):
+            writer.write(b"x" * 1000)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(go_on.wait(), 0.4)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connection = await Connection.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    await connection.get("/", {}, SILENCE_S)
+    assert await connection.read(memoryview(bytearray(6000)), 1.5) == 6000
+    connection.close()
+    server.close()
 
 
 async def test_nobody_there_is_a_lost_source() -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from app.snapshots import Snapshot, SnapshotStore, Source
+from app.snapshots import Snapshot, SnapshotStore, Source, upstream
 from app.snapshots.frames import frame
 from app.snapshots.publish import Publication
 from app.snapshots.upload import upload, upload_delta
@@ -51,7 +51,12 @@ def bits(snapshot: Snapshot) -> bytes:
     return snapshot.payload_path.read_bytes()
 
 
-async def test_a_chain_gets_bit_exact_copies_over_deltas(tmp_path: Path, client: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+async def test_a_chain_gets_bit_exact_copies_over_deltas(
+    direct: bool, tmp_path: Path, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read directly, and as relays behind TLS are read."""
+    monkeypatch.setattr(upstream, "direct", lambda _: direct)
     learner = make_store(tmp_path / "learner")
     sent = [publish(learner, 0)]
     async with AsyncExitStack() as stack:

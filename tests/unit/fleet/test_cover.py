@@ -137,10 +137,10 @@ def test_five_thousand_offers_are_fast(alike: bool) -> None:
         candidates.append(Candidate(f"o{i}", f"m{i}", round(mu * (1e5 if alike else rng.uniform(5e4, 2e5))), mu))
     took = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.process_time()
         cheapest_cover(candidates, 5.15, 8)
-        took.append(time.perf_counter() - begin)
-    assert min(took) < 0.25, "50 ms on a quiet machine; five times that where others work too"
+        took.append(time.process_time() - begin)
+    assert min(took) < 0.25, "of this process: 50 ms on a quiet machine, and others make it slower"
 
 
 @settings(max_examples=200, deadline=None)

@@ -15,6 +15,7 @@ from app.fleet.pricing import Traffic, availability
 from app.fleet.ranking import JobView, Known, price_offer, rank
 from app.protocol.job import JobSpec
 from providers.base import Billing, Offer
+from providers.vastai import VastAI
 
 MACHINE = {"machine_id": "4242", "offer_id": "77", "gpu_name": "RTX 4090", "region": "US"}
 
@@ -180,3 +181,12 @@ def test_a_bid_is_cut_to_what_the_machine_is_worth() -> None:
     assert ranking.of(one.key).rate_micros_h == 230_000
     assert ranking.of(one.key, one.price - 10_000).rate_micros_h == 220_000
     assert ranking.of(one.key, 1).rate_micros_h == 200_000, "less than the floor is no bid"
+
+
+async def test_who_pulls_an_image() -> None:
+    """By the provider's own word, not by its name."""
+    vast, local = VastAI(), VastAI("marketplace", pulls_image=False)
+    assert vast.caps.pulls_image
+    assert not local.caps.pulls_image
+    await vast.aclose()
+    await local.aclose()

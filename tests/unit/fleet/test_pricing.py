@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fleet.pricing import Effective, Traffic, availability, effective_price, rho
+from app.fleet.pricing import Effective, Traffic, availability, effective_price, rho, start_s
 
 MICROS = st.integers(0, 10**7)
 
@@ -103,6 +103,12 @@ def test_image_and_model_are_downloaded_once_in_a_life() -> None:
     assert price.once == price.startup + price.download
     assert start(1000.0, 0.0).total == 300_000 + round(300_000 * 60 / 3600 / 2)
     assert start(1000.0, life_h=4.0).download == 130_000
+
+
+def test_a_link_that_nobody_told_of_is_neither_fast_nor_slow() -> None:
+    assert start(1000.0).total < start(0.0).total < start(128.0).total
+    assert start(0.0).start_s == start_s(60.0, 26e9, 0.0)
+    assert start(128.0).start_s == start_s(60.0, 26e9, 128.0)
 
 
 def test_a_slow_link_makes_a_machine_dear() -> None:

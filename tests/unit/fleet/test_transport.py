@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.fleet.topology import Place
-from app.fleet.transport import Prices, Transport, asks_learner, cheapest, estimate, peers
+from app.fleet.transport import Prices, Transport, cheapest, estimate, upstreams
 
 GB = 10**9
 
@@ -17,11 +17,11 @@ GB = 10**9
     [
         (0, 0, 0, 9, Transport.CHAIN),  # nothing costs anything: the fastest
         (0, 90_000, 0, 9, Transport.CHAIN),  # S3 egress at $0.09 a GB, peers free
-        (20_000, 0, 0, 9, Transport.STAR),  # peers pay, the learner doesn't, and time is worth nothing
+        (20_000, 10_000, 0, 9, Transport.STAR),  # peers pay, the learner doesn't, and time is worth nothing
         (20_000, 0, 1_000_000, 9, Transport.STORE),  # a store without egress fees, and the pool costs $1 an hour
-        (20_000, 90_000, 9_000_000, 9, Transport.STAR),
+        (20_000, 90_000, 900_000, 9, Transport.STAR),
         (20_000, 90_000, 900_000_000, 9, Transport.CHAIN),  # a dear pool: time decides
-        (20_000, 10_000, 900_000, 9, Transport.STORE),
+        (20_000, 10_000, 1_800_000, 9, Transport.STORE),
         (20_000, 0, 0, 1, Transport.CHAIN),  # one node has no peer to pay
     ],
 )
@@ -61,5 +61,8 @@ def test_the_choice_is_never_dearer_than_another(
 
 def test_the_upstream_list_follows_the_way() -> None:
     place = Place(0, 2, ("parent", "head"), ("tail",))
-    assert [peers(way, place) for way in Transport] == [("parent", "head", "tail"), (), ()]
-    assert [asks_learner(way) for way in Transport] == [True, True, False]
+    assert [upstreams(way, place) for way in Transport] == [
+        ["parent", "head", "learner", "tail", "store"],
+        ["learner", "store"],
+        ["store"],
+    ]

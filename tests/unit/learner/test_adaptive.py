@@ -143,7 +143,9 @@ def test_a_fixed_s_stays(spec):
 
 def test_staleness_is_another_way_to_give_the_budget():
     spec = job(staleness={"max": 6, "adaptive": True})
-    assert (spec.staleness_budget, spec.kappa, spec.adaptive) == (6, 5, True)
+    assert (spec.staleness_budget, spec.first_staleness, spec.first_period, spec.adaptive) == (6, 3, 2, True)
+    assert job(staleness={"max": 2, "adaptive": True}).first_staleness == 2
+    assert job(staleness={"max": 6}).first_staleness == 6
     assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
     assert job(staleness={"max": 6}, staleness_budget=6).staleness_budget == 6
     assert job().staleness is None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from app.learner.checkpoints import MARKER, Checkpoint, Progress, expected, latest, save
+from app.learner.checkpoints import MARKER, Checkpoint, Progress, expected, latest, save, steps_on_disk, weights_of
 from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import LearnerError
 from app.protocol.learner import EvalReport, StepReport
@@ -155,16 +154,27 @@ def test_a_full_disk_is_a_learner_error(tmp_path: Path):
         save(blocked, checkpoint(1))
 
 
-def test_a_stored_checkpoint_of_format_1_still_loads(tmp_path: Path):
-    """The names and fields as they are on users' disks."""
-    folder = save(tmp_path, checkpoint(7))
-    state = {"format": 1, "job_id": "j", "step": 7, "active_s": 1.0, "evaluated": 5, "steps": [], "evals": []}
-    (folder / "state.json").write_text(json.dumps(state))
-    marker = json.loads((folder / MARKER).read_bytes())
-    from app.learner.files import hash_file
+def test_a_stored_checkpoint_of_format_1_still_loads():
+    """Bytes as they are on users' disks."""
+    read = latest(Path(__file__).parent / "checkpoint_v1", job_id="j")
+    assert read is not None
+    assert torch.equal(read.weights["w"], torch.full((3,), 7.0))
+    assert read.optimizer.keys() == {"exp_avg/w", "step/w"}
+    assert (read.progress.step, read.progress.evaluated, read.progress.active_s) == (7, 5, 12.5)
+    assert [r.trained for r in read.progress.steps] == [["a", "b"]]
+    assert [(d.work_item, d.lag) for d in read.progress.steps[0].dropped] == [("c", None)]
+    assert read.progress.best_step is None
+    with torch.random.fork_rng():
+        torch.random.set_rng_state(read.rng)
 
-    marker["state.json"] = {"size": (folder / "state.json").stat().st_size, "blake3": hash_file(folder / "state.json")}
-    (folder / MARKER).write_text(json.dumps(marker))
-    old = tmp_path / "copy"
-    shutil.copytree(folder, old / "000000007")
-    assert found(old) == 7
+
+def test_the_best_stays_beside_the_newest(tmp_path: Path):
+    save(tmp_path, checkpoint(2, best_step=2, best_reward=0.5))
+    for step in (4, 6, 8):
+        save(tmp_path, checkpoint(step, best_step=2, best_reward=0.5), keep=1)
+    assert steps_on_disk(tmp_path) == [8, 2]
+    save(tmp_path, checkpoint(10, best_step=10, best_reward=0.75), keep=1)
+    assert steps_on_disk(tmp_path) == [10]
+    assert torch.equal(weights_of(tmp_path, 10)["w"], torch.full((3,), 10.0))
+    with pytest.raises(LearnerError, match="damaged"):
+        weights_of(tmp_path, 2)

@@ -10,8 +10,9 @@ import torch
 
 from app.learner.buffer import ReplayBuffer
 from app.learner.heart import Status
-from app.learner.loop import Loop, Position
+from app.learner.loop import Loop
 from app.learner.outbox import Directives, Outbox
+from app.learner.position import Position
 from app.learner.publisher import Publisher
 from app.learner.trainer import StepMetrics, TrainerState
 from app.protocol.errors import LearnerError
@@ -261,3 +262,89 @@ def test_a_shortened_period_publishes_what_the_waiting_learner_has(tmp_path: Pat
         assert not thread.is_alive()
         rig.publisher.flush(20)
     assert rig.sink.published == [4, 5]
+
+
+def test_what_can_not_be_trained_on_is_told_without_a_step(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 1}) as rig:
+        for number in range(3):
+            rig.buffer.reject(f"bad{number}", "invalid")
+        rig.feed(1)
+        thread = threading.Thread(target=rig.loop.run)
+        thread.start()
+        for _ in range(200):
+            if rig.control.drop_reports:
+                break
+            thread.join(0.05)
+        (report,) = rig.control.drop_reports
+        assert report.step == 0
+        assert [(d.work_item, d.reason) for d in report.dropped] == [(f"bad{n}", "invalid") for n in range(3)]
+        assert rig.trainer.steps == 0
+        rig.feed(1)
+        thread.join(20)
+        assert not thread.is_alive()
+        rig.outbox.flush(20)
+    assert rig.control.steps[0].dropped == []
+
+
+def test_refused_groups_beside_good_ones_do_not_end_the_job(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 1}, position=Position(evaluated=0, published=0)) as rig:
+        for number in range(9):
+            rig.buffer.reject(f"bad{number}", "invalid")
+        rig.feed(1)
+        timer = threading.Timer(1.2, lambda: rig.feed(1))
+        timer.start()
+        assert rig.run().kind == "succeeded"
+        timer.join(5)
+
+
+def test_a_late_group_is_not_waited_for_if_the_job_says_so(tmp_path: Path):
+    batch = {"prompts": 3, "group_size": 4, "on_late": "train", "group_deadline_s": 0.7}
+    with Rig(tmp_path, stop={"steps": 2}, batch=batch) as rig:
+        rig.feed(4, version=1)
+        ending = rig.run()
+    assert ending.kind == "succeeded"
+    assert rig.trainer.seen == [["w0", "w1", "w2"], ["w3"]]
+    assert [s.metrics["missing_groups"] for s in rig.control.steps] == [0.0, 2.0]
+    assert rig.control.steps[1].t_idle >= 0.7
+
+
+def test_by_default_a_whole_batch_is_waited_for(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 1}, batch={"prompts": 3, "group_size": 4, "group_deadline_s": 0.1}) as rig:
+        rig.feed(2)
+        timer = threading.Timer(1.2, lambda: rig.feed(1))
+        timer.start()
+        rig.run()
+        timer.join(5)
+    assert rig.trainer.seen == [["w0", "w1", "w2"]]
+
+
+def test_steps_tell_what_was_dropped_by_reason_and_age(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 5}) as rig:
+        rig.feed(11, version=0)
+        rig.feed(2, version=4)
+        rig.run()
+    assert rig.control.steps[3].metrics["dropped_stale"] == 3.0
+    assert rig.control.steps[3].metrics["dropped_lag_4"] == 3.0
+    assert [d.lag for d in rig.control.steps[3].dropped] == [4, 4, 4]
+
+
+def test_the_best_evaluation_keeps_its_checkpoint(tmp_path: Path):
+    rewards = {0: 0.2, 2: 0.5, 4: 0.5, 6: 0.4}
+    with Rig(tmp_path, stop={"steps": 6}, learner={"eval_every": 2}) as rig:
+        rig.loop._evaluate = lambda: rewards[rig.trainer.steps]
+        rig.feed(12, version=5)
+        rig.run()
+    assert rig.position.best == (2, 0.5)
+    assert (2, 2, 0.5) in [(c.progress.step, c.progress.best_step, c.progress.best_reward) for c in rig.saved]
+    assert rig.saved[-1].progress.best_step == 2
+
+
+def test_a_replayed_step_waits_for_its_own_groups(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 2}) as rig:
+        rig.buffer.plan({1: ["w3", "w0"]})
+        rig.feed(3)
+        timer = threading.Timer(0.7, lambda: rig.feed(1))
+        timer.start()
+        rig.run()
+        timer.join(5)
+    assert rig.trainer.seen == [["w3", "w0"], ["w1", "w2"]]

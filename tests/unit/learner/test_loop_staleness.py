@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from app.learner.loop import Position
+from app.learner.position import Position
 from app.learner.trainer import StepMetrics
 from tests.unit.learner.samples import group
 from tests.unit.learner.test_loop import Rig

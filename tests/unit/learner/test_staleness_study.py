@@ -32,8 +32,8 @@ def test_an_adaptive_s_shortens_the_lag_after_a_bad_step():
         bad = lags[-1] > 3
         timetable.after({"ess": 0.3 if bad else 0.99, "mismatch_kl": 0.0, "reward": 0.5}, lags[-1])
         assert lags[-1] <= timetable.staleness[t] <= 6
-    assert max(lags[:8]) == 4
-    # From then on a longer lag is tried now and then, and given up at the first step.
+    assert (max(lags[:10]), max(lags)) == (3, 4)
+    # S begins at 3; from then on a longer lag is tried now and then, and given up at the first step.
     assert all(b <= 3 for a, b in itertools.pairwise(lags) if a > 3)
     assert timetable.staleness[5] == 3
     assert max(timetable.staleness[5:]) == 4
@@ -60,11 +60,13 @@ def made(loss: str, s: int, seed: int, heldout: float) -> dict:
 
 
 def test_the_report_has_a_row_for_each_cell_with_the_mean_of_its_seeds(tmp_path):
-    runs = [made("dppo", 6, 0, 0.5), made("dppo", 6, 1, 0.7), made("uncorrected", 6, 0, 0.1)]
+    runs = [made("dppo", 6, 0, 0.5), made("dppo", 6, 1, 0.7), made("dppo", 1, 1, 0.8), made("uncorrected", 6, 0, 0.1)]
     rows = table(runs).splitlines()[2:]
-    assert len(rows) == 2
-    assert "| echo | dppo | 6 | 2 | 0.200 | 0.600 | 0.500–0.700 |" in rows[0]
-    assert rows[1].endswith("| – | – | – |")
+    assert len(rows) == 3
+    assert "| echo | dppo | 1 | 1 | 0.200 | 0.800 | 0.800–0.800 | – |" in rows[0]
+    # Against S = 1 of the same seeds: of seed 0 there is none.
+    assert "| echo | dppo | 6 | 2 | 0.200 | 0.600 | 0.500–0.700 | -12.5 % |" in rows[1]
+    assert rows[2].endswith("| – | – | – |")
     plot(runs, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -82,7 +84,11 @@ def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):
     options = ["--out", str(tmp_path), "--losses", "dppo", "--seeds", "0"]
     assert staleness.main([*options, "--staleness", "1,6"]) == 0
     assert staleness.main([*options, "--staleness", "1,6,11"]) == 0
+    assert staleness.main([*options, "--staleness", "1,6,11,20", "--report-only"]) == 0
     assert asked == [("dppo", 1), ("dppo", 6), ("dppo", 11)]
+    assert "| dppo | 11 |" in (tmp_path / "table.md").read_text()
+    with pytest.raises(SystemExit):
+        staleness.main([*options, "--staleness", "20", "--report-only"])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["heldout"] == {"echo/dppo/1": 0.5, "echo/dppo/6": 0.5, "echo/dppo/11": 0.5}
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from app.learner.evaluate import Evaluator
-from app.learner.model import LoadedModel, assets, check_lengths, load, resolve, restore_weights, unique_weights
+from app.learner.model import LoadedModel, assets, check_lengths, load, resolve, unique_weights
 from app.learner.sampling import eos_ids, sample
 from app.learner.tiny import Recipe, build_tokenizer, tiny_model
+from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import BadInput, LearnerError
 from app.tasks.prompts import decode, encode_prompt
 from app.tasks.registry import load_task
@@ -103,14 +104,19 @@ def test_weights_go_out_and_back(tiny: LoadedModel):
     other = load(tiny.folder)
     saved = {name: t + 1 for name, t in unique_weights(tiny.model).items()}
     assert "lm_head.weight" not in saved
-    restore_weights(other.model, saved)
+    trainer = GRPOTrainer(other.model, job())
+    trainer.restore(TrainerState(3, saved, {}))
+    assert trainer.steps == 3
     assert torch.equal(other.model.lm_head.weight, saved["model.embed_tokens.weight"])
     with pytest.raises(LearnerError, match="another model"):
-        restore_weights(other.model, {**saved, "model.norm.weight": torch.zeros(3)})
+        trainer.restore(TrainerState(4, {**saved, "model.norm.weight": torch.zeros(3)}, {}))
+    with pytest.raises(LearnerError, match="another model"):
+        trainer.restore(TrainerState(4, saved, {"exp_avg/no_such_weight": torch.zeros(3)}))
+    assert trainer.steps == 3
 
 
 def test_assets_are_what_a_node_needs_beside_the_weights(tiny: LoadedModel):
-    names = {a.path for a in assets(tiny.folder)}
+    names = {path.name for path in assets(tiny.folder)}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
     assert not any("safetensors" in name for name in names)
 

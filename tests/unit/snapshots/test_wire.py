@@ -1,12 +1,19 @@
 """Frames are cut anywhere by the network, and pacing keeps under the link."""
 
+import socket
+import struct
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.protocol.errors import IntegrityError
 from app.snapshots import Pacer
-from app.snapshots.frames import HEADER, KEEP_ALIVE, LeafParser, frame
+from app.snapshots.choice import following, patience, repairers
+from app.snapshots.frames import HEADER, KEEP_ALIVE, PADDING_BYTES, LeafParser, frame, stream_bytes
+from app.snapshots.pacer import TCP_INFO_BYTES, stuck
+from app.snapshots.upstream import Source
 from tests.unit.snapshots.test_manifest import PAYLOAD, manifest
 
 LEAVES = [PAYLOAD[i : i + 256] for i in range(0, len(PAYLOAD), 256)]
@@ -64,3 +71,63 @@ def test_a_stream_is_held_to_the_rate_and_no_rate_means_no_wait() -> None:
     assert Pacer(None).reserve(10**12) == 0.0
     with pytest.raises(ValueError, match="more than 0"):
         Pacer(0.0)
+
+
+@pytest.mark.parametrize(
+    ("unacknowledged", "since_ms", "is_stuck"),
+    [(0, 60_000, False), (40, 100, False), (40, 2500, True), (1, 2000, True)],
+)
+def test_a_socket_is_stuck_when_nothing_of_what_it_sent_is_acknowledged(
+    unacknowledged: int, since_ms: int, is_stuck: bool
+) -> None:
+    assert stuck(struct.pack("=24xI28xI", unacknowledged, since_ms)) == is_stuck
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
+def test_a_fresh_connection_is_not_stuck() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        sock.sendall(b"x")
+        assert not stuck(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES))
+
+
+PARENT, ABOVE, TAIL = (Source("peer", f"http://{name}", name) for name in ("parent", "above", "tail"))
+LEARNER, STORE = Source("learner", "http://l"), Source("store")
+SOURCES = [PARENT, ABOVE, LEARNER, TAIL, STORE]
+
+
+@pytest.mark.parametrize(
+    ("tried", "lied", "next_one"),
+    [
+        ({PARENT}, False, ABOVE),
+        ({PARENT}, True, TAIL),
+        ({PARENT, ABOVE}, False, LEARNER),
+        ({PARENT, TAIL}, True, ABOVE),
+        ({PARENT, TAIL, ABOVE}, True, LEARNER),
+        ({PARENT, ABOVE, LEARNER}, False, TAIL),
+        ({PARENT, ABOVE, LEARNER, TAIL}, False, STORE),
+        (set(SOURCES), True, None),
+        (set(SOURCES), False, None),
+    ],
+)
+def test_the_dead_are_left_for_their_parent_and_liars_for_an_idle_tail(
+    tried: set[Source], lied: bool, next_one: Source | None
+) -> None:
+    assert following(SOURCES, tried, lied=lied) == next_one
+
+
+def test_a_leaf_is_mended_by_those_not_yet_tried() -> None:
+    assert repairers(SOURCES, PARENT, {ABOVE}) == [LEARNER, TAIL, STORE]
+    assert repairers([PARENT], PARENT, set()) == []
+
+
+def test_who_moved_is_less_patient() -> None:
+    assert patience(60.0, 5.0, moved=False) == 60.0
+    assert patience(60.0, 5.0, moved=True) == 10.0
+    assert patience(1.0, 5.0, moved=True) == 1.0
+
+
+@given(first=st.integers(0, 5), count=st.integers(0, 6))
+def test_the_length_of_a_stream_is_what_its_frames_have(first: int, count: int) -> None:
+    end = min(5, first + count)
+    frames = sum(len(frame(n, LEAVES[n])) for n in range(first, end))
+    assert stream_bytes(manifest(), first, end) == frames + PADDING_BYTES

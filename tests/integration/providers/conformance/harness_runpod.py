@@ -14,7 +14,7 @@ from providers.runpod import RunPod
 
 from ..emulators.runpod import RunPodEmulator, card, problem
 from .harness import UNKNOWN_GPU, Harness, Registered, rent_spec
-from .tamper import Wire, garble
+from .tamper import Wire, cut, garble
 
 KEY = "rpa_conformance0123456789"
 _SEARCH, _PODS = "/v2/catalog/gpus", "/v2/pods"
@@ -79,8 +79,12 @@ class _RunPod:
         self._api.faults.setdefault("create", []).append(problem(400, "Bad Request", full))
 
     async def lose_next_create(self, *, created: bool) -> None:
-        lost = problem(500, "Internal Server Error", "something went wrong")
-        (self._api.after_create if created else self._api.faults.setdefault("create", [])).append(lost)
+        """As RunPod does it when nothing was made, and by a broken connection when a pod was."""
+        if created:
+            self._wire.once.append(cut(lambda request: request.method == "POST" and request.url.path == _PODS))
+        else:
+            lost = problem(500, "Internal Server Error", "something went wrong")
+            self._api.faults.setdefault("create", []).append(lost)
 
     def _lag(self, request: httpx.Request, answer: httpx.Response) -> httpx.Response | None:
         if self._hidden is None or request.method != "GET" or request.url.path != _PODS or not answer.is_success:

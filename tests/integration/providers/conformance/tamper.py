@@ -32,7 +32,11 @@ class Wire(httpx.AsyncBaseTransport):
         answer = await self.inner.handle_async_request(request)
         await answer.aread()
         for order in list(self.once):
-            changed = order(request, answer)
+            try:
+                changed = order(request, answer)
+            except httpx.TransportError:
+                self.once.remove(order)
+                raise
             if changed is not None:
                 self.once.remove(order)
                 return changed
@@ -52,5 +56,16 @@ def garble(matches: Callable[[httpx.Request], bool]) -> Change:
         if not matches(request):
             return None
         return httpx.Response(200, text="<html>we are working on it</html>", headers={"content-type": "text/html"})
+
+    return change
+
+
+def cut(matches: Callable[[httpx.Request], bool]) -> Change:
+    """An order: the next matching request does its work, and the connection breaks before the answer is here."""
+
+    def change(request: httpx.Request, _: httpx.Response) -> httpx.Response | None:
+        if matches(request):
+            raise httpx.ReadError("the connection broke", request=request)
+        return None
 
     return change

@@ -41,8 +41,6 @@ class RunPodEmulator:
     cards: list[dict[str, Any]]
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     faults: dict[str, list[Response]] = field(default_factory=dict)
-    after_create: list[Response] = field(default_factory=list)
-    """Answers that a create gives after it has made its pod."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
     billing: list[dict[str, Any]] = field(default_factory=list)
@@ -84,7 +82,7 @@ class RunPodEmulator:
         if refused is not None:
             return refused
         pod = self.make(body)
-        return self.after_create.pop(0) if self.after_create else JSONResponse(pod, status_code=201)
+        return JSONResponse(pod, status_code=201)
 
     def _check(self, body: dict[str, Any]) -> Response | None:
         unknown = sorted(set(body) - FIELDS)

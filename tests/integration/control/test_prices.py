@@ -1,0 +1,238 @@
+"""Prices of machines that we hold: floors that move, hosts that end or want more, and what the offers say of it."""
+
+from __future__ import annotations
+
+from app.storage.models import Event, Lease
+from tests.integration.control.fake_provider import FakeProvider, machines_of
+from tests.integration.control.rig import World
+
+
+async def told(control: World, job_id: str, kind: str) -> list[Event]:
+    return [e for e in await control.events(job_id) if e.kind == kind]
+
+
+async def lease_of(control: World, machine: str) -> Lease:
+    return next(x for x in await control.leases() if x.machine_id == machine)
+
+
+async def bidding(control: World, provider: FakeProvider, **fleet: object) -> str:
+    """A job on one interruptible machine, m1, whose provider tells floors."""
+    provider.spot = provider.tells_floors = True
+    job_id = await control.create(fleet={"interruptible": True, **fleet})
+    await control.running(job_id)
+    assert provider.live_machines() == ["m1"]
+    return job_id
+
+
+async def test_a_bid_follows_the_floor_that_the_list_shows(control: World, provider: FakeProvider) -> None:
+    job_id = await bidding(control, provider)
+    assert provider.rented["1"].rate_micros_h == 230_000
+    provider.machines[0].price_micros_h = 225_000
+    await control.round(10)
+    await control.round(1)
+    assert provider.bids == [("1", 258_750)], "raised before the floor has reached it"
+    assert "floor is $0.225000/h" in (await told(control, job_id, "bid_raised"))[0].message
+    provider.machines[0].price_micros_h = 150_000
+    await control.round(10)
+    await control.round(1)
+    assert provider.bids[1:] == [("1", 172_500)], "we pay what we bid"
+    assert len(await told(control, job_id, "bid_lowered")) == 1
+    lease = await lease_of(control, "m1")
+    assert lease.rate_micros_h == lease.agreed_micros_h == 172_500
+    assert provider.live_machines() == ["m1"]
+
+
+async def test_no_bid_goes_above_the_users_cap(control: World, provider: FakeProvider) -> None:
+    provider.machines = machines_of(m1=0.2, m2=0.9)
+    await bidding(control, provider, max_price_per_hour="0.24")
+    provider.machines[0].price_micros_h = 225_000
+    await control.round(10)
+    await control.round(1)
+    assert provider.bids == [("1", 240_000)]
+    provider.machines[0].price_micros_h = 241_000
+    await control.round(10)
+    await control.round(10)
+    assert provider.bids == [("1", 240_000)]
+
+
+async def test_a_machine_dearer_than_on_demand_is_let_go_and_left_alone(control: World, provider: FakeProvider) -> None:
+    provider.on_demand_factor = 1.1
+    job_id = await bidding(control, provider)
+    assert provider.rented["1"].rate_micros_h == 220_000, "the on-demand price caps the first bid too"
+    provider.machines[0].price_micros_h = 221_000
+    await control.round(10)
+    await control.round(1)
+    assert provider.bids == []
+    assert provider.live_machines() == ["m1", "m2"], "it stays until its replacement works"
+    assert "on-demand price" in (await told(control, job_id, "lease_endangered"))[0].message
+    assert "on-demand price" in (await told(control, job_id, "lease_leaving"))[0].message
+    await control.join(provider.rented["2"])
+    await control.round(1)
+    await control.round(25)
+    await control.round(1)
+    assert provider.live_machines() == ["m2"]
+    provider.machines[0].price_micros_h = 100_000
+    await control.round(1)
+    offers = (await control.get("/v1/offers", job_id=job_id))["items"]
+    assert "cooling down: outbid" in next(o for o in offers if o["machine_id"] == "m1")["excluded"]
+
+
+async def test_a_successor_works_before_the_host_ends_the_contract(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    lease = await lease_of(control, "m1")
+    start_s = 60 + (10e9 + 16e9) * 8 / 500e6
+    end = control.clock() + 2 * start_s + 120 + 60
+    provider.rented["1"].ends_at = end
+    await control.rounds(1, 10, node, learner)
+    assert provider.live_machines() == ["m1"], "too early"
+    await control.rounds(1, 60, node, learner)
+    await control.round(1)
+    assert provider.live_machines() == ["m1", "m2"]
+    assert end - control.clock() > start_s, "in time for the whole start of the next one"
+    (warned,) = await told(control, job_id, "lease_endangered")
+    assert "its host ends the contract in" in warned.message
+    await control.rounds(3, 10, node, learner)
+    assert provider.live_machines() == ["m1", "m2"], "it works until the other does"
+    second = await control.join(provider.rented["2"])
+    await control.rounds(2, 10, node, learner, second)
+    assert (await control.node_row(node.id)).drain
+    await node.leave()
+    await control.rounds(2, 10, learner, second)
+    assert provider.live_machines() == ["m2"]
+    lease = await lease_of(control, "m1")
+    assert not lease.interrupted
+    assert lease.ended_at is not None
+    assert lease.ended_at < end
+
+
+async def test_without_a_successor_it_is_drained_right_before_its_end(control: World, provider: FakeProvider) -> None:
+    provider.machines = machines_of(m1=0.2)
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    end = control.clock() + 200
+    provider.rented["1"].ends_at = end
+    await control.rounds(12, 10, node, learner)
+    assert not (await control.node_row(node.id)).drain
+    await control.rounds(4, 10, node, learner)
+    assert (await control.node_row(node.id)).drain
+    assert control.clock() < end
+    assert len(await told(control, job_id, "lease_endangered")) == 1
+
+
+async def test_a_price_increase_that_is_worth_it_is_accepted(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    provider.wish("1", 0.25)
+    await control.rounds(1, 10, node, learner)
+    (event,) = await told(control, job_id, "price_increase")
+    assert "wants $0.250000/h instead of $0.200000/h" in event.message
+    await control.rounds(1, 10, node, learner)
+    assert provider.accepted == ["1"]
+    assert len(await told(control, job_id, "price_increase_accepted")) == 1
+    before = (await control.get(f"/v1/jobs/{job_id}/fleet"))["nodes"][0]["rho"]
+    await control.rounds(2, 10, node, learner)
+    lease = await lease_of(control, "m1")
+    assert lease.rate_micros_h == 250_000
+    assert "billed $0.250000/h instead of $0.200000/h" in (await told(control, job_id, "rate_changed"))[0].message
+    shown = (await control.get(f"/v1/jobs/{job_id}/fleet"))["nodes"][0]
+    assert shown["price_per_hour"] == "0.250000"
+    assert shown["rho"] >= before
+    assert provider.live_machines() == ["m1"], "what was agreed is no broken quote"
+    assert len(await told(control, job_id, "price_increase")) == 1
+
+
+async def test_a_price_increase_over_the_users_cap_is_replaced_and_released(
+    control: World, provider: FakeProvider
+) -> None:
+    job_id = await control.create(fleet={"max_price_per_hour": "0.35"})
+    learner, (node,) = await control.running(job_id)
+    provider.wish("1", 0.36)
+    await control.rounds(2, 10, node, learner)
+    assert provider.accepted == []
+    assert provider.live_machines() == ["m1", "m2"]
+    second = await control.join(provider.rented["2"])
+    await control.rounds(2, 10, node, learner, second)
+    await node.leave()
+    await control.rounds(2, 10, learner, second)
+    assert provider.live_machines() == ["m2"]
+    assert "max_price_per_hour" in (await told(control, job_id, "lease_endangered"))[0].message
+
+
+async def test_a_machine_billed_above_the_users_cap_is_released(control: World, provider: FakeProvider) -> None:
+    """CASES 58: within 5 % of its quote, and yet more than the user allows."""
+    provider.machines = machines_of(m1=0.2)
+    provider.billed_factor = 1.04
+    job_id = await control.create(fleet={"max_price_per_hour": "0.205"})
+    await control.ready_learner(job_id)
+    await control.round()
+    await control.round(10)
+    await control.round(10)
+    (lease,) = await control.leases()
+    assert lease.state == "released"
+    assert "billed $0.208000/h, above max_price_per_hour" in lease.reason
+    assert "max_price_per_hour" in (await told(control, job_id, "lease_endangered"))[0].message
+    assert provider.live() == []
+
+
+async def test_a_price_increase_that_others_undercut_is_not_accepted(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    provider.wish("1", 0.9)
+    await control.rounds(3, 10, node, learner)
+    assert provider.accepted == []
+    assert provider.live_machines() == ["m1", "m2"]
+    assert "outbid" in (await told(control, job_id, "lease_leaving"))[0].message
+
+
+async def test_an_increase_that_is_withdrawn_is_forgotten(control: World, provider: FakeProvider) -> None:
+    provider.machines = machines_of(m1=0.2)
+    job_id = await control.create(fleet={"max_price_per_hour": "0.35"})
+    learner, (node,) = await control.running(job_id)
+    provider.wish("1", 0.36)
+    await control.rounds(1, 10, node, learner)
+    assert (await lease_of(control, "m1")).announced_micros_h == 360_000
+    provider.wishes.clear()
+    await control.rounds(1, 10, node, learner)
+    assert (await lease_of(control, "m1")).announced_micros_h is None
+
+
+async def test_offers_show_every_part_and_whom_they_are_ranked_for(control: World, provider: FakeProvider) -> None:
+    provider.machines[0].down_mbps = 50.0
+    answer = await control.get("/v1/offers")
+    assert answer["ranked_for"]["job_id"] is None
+    assert "an assumed job, since none was named" in answer["ranked_for"]["text"]
+    assert "8B parameters, 1024 tokens" in answer["ranked_for"]["text"]
+    slow = next(o for o in answer["items"] if o["machine_id"] == "m1")
+    parts = slow["price_parts"]
+    assert set(parts) == {"rent", "disk", "download", "upload", "startup", "total"}
+    assert sum(round(float(v) * 1e6) for k, v in parts.items() if k != "total") == round(float(parts["total"]) * 1e6)
+    assert slow["start_seconds"] == 60 + 26e9 * 8 / 50e6
+    assert slow["rho"] == float(parts["total"]) / slow["mu"]
+    assert slow["mu"] == slow["mu_estimate"] * slow["availability"]
+    assert slow["mu_source"] == "roofline"
+    text = (await control.http.get("/v1/offers", params={"format": "text"})).text
+    assert text.startswith("ranked for an assumed job")
+    for column in ("RENT", "DOWNLOAD", "UPLOAD", "STARTUP", "LIFE_H", "AVAILABILITY", "MU_SOURCE", "RHO", "EXCLUDED"):
+        assert column in text
+    job_id = await control.create()
+    await control.ready_learner(job_id)
+    mine = await control.get("/v1/offers", job_id=job_id)
+    assert mine["ranked_for"]["job_id"] == job_id
+    assert f"job {job_id}" in mine["ranked_for"]["text"]
+
+
+async def test_a_machine_that_was_taken_early_is_expected_to_be_again(control: World, provider: FakeProvider) -> None:
+    """CASES 66, over the whole service: its own past, then its GPU model's, scores it down."""
+    provider.spot = True
+    job_id = await control.create(fleet={"interruptible": True})
+    before = {o["machine_id"]: o for o in (await control.get("/v1/offers", job_id=job_id))["items"]}
+    learner, (node,) = await control.running(job_id)
+    await control.rounds(3, 60, node, learner)
+    provider.pause("1")
+    await control.round(10)
+    await control.round(10)
+    after = {o["machine_id"]: o for o in (await control.get("/v1/offers", job_id=job_id))["items"]}
+    assert before["m1"]["life_hours"] == 2.0
+    assert after["m1"]["life_hours"] < after["m3"]["life_hours"] < 2.0
+    assert after["m1"]["availability"] < after["m3"]["availability"] < before["m3"]["availability"]

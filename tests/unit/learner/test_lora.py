@@ -1,0 +1,88 @@
+"""Adapters on the learner's side: what they change, and what other tools make of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from app.learner.lora import adapter_weights, add_adapter, merge, save_adapter
+from app.learner.model import trained_weights, unique_weights
+from app.learner.trainer import GRPOTrainer
+from app.protocol.errors import BadInput
+from app.protocol.job import LearnerSpec, LoraSpec
+from tests.unit.learner.samples import batch, job, random_model
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_v0_is_the_model_that_was_given_and_random_state_stays():
+    model, state = random_model(), torch.random.get_rng_state()
+    before = logits(model)
+    add_adapter(model, LoraSpec(rank=2), name="m", seed=7)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(logits(model), before)
+    again = random_model()
+    add_adapter(again, LoraSpec(rank=2), name="m", seed=7)
+    assert all(torch.equal(t, adapter_weights(again)[n]) for n, t in adapter_weights(model).items())
+
+
+def test_a_step_moves_the_adapter_alone_and_its_state_is_the_adapter():
+    model = random_model()
+    frozen = {n: t.clone() for n, t in unique_weights(model).items()}
+    add_adapter(model, LoraSpec(rank=2), name="m", seed=7)
+    trainer = GRPOTrainer(model, job())
+    first = {n: t.clone() for n, t in trained_weights(model).items()}
+    for number in range(2):
+        trainer.step(batch(number))
+    state = trainer.state()
+    assert state.weights.keys() == first.keys() == adapter_weights(model).keys()
+    assert all(not torch.equal(state.weights[n], first[n]) for n in first)
+    kept = {n.replace(".base_layer", ""): t for n, t in unique_weights(model).items() if "lora_" not in n}
+    assert kept.keys() == frozen.keys()
+    assert all(torch.equal(kept[n], frozen[n]) for n in frozen)
+    other = random_model()
+    add_adapter(other, LoraSpec(rank=2), name="m", seed=8)
+    heir = GRPOTrainer(other, job())
+    heir.restore(state)
+    assert heir.step(batch(5)).values == trainer.step(batch(5)).values
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks an old name
+def test_peft_opens_the_folder_and_merging_gives_the_same_model(tmp_path: Path):
+    model = random_model()
+    config = add_adapter(model, LoraSpec(rank=2, alpha=5), name="m", seed=7)
+    for tensor in adapter_weights(model).values():
+        tensor.normal_(std=0.2)
+    save_adapter(tmp_path, config, adapter_weights(model))
+    opened = PeftModel.from_pretrained(random_model(), str(tmp_path))
+    torch.testing.assert_close(logits(opened), logits(model))
+    assert not torch.allclose(logits(model), logits(random_model()), atol=1e-3)
+    whole = random_model()
+    merge(whole, config, adapter_weights(model))
+    torch.testing.assert_close(logits(whole), logits(model), atol=1e-5, rtol=1e-4)
+
+
+def test_all_linear_is_every_linear_layer_but_the_last():
+    model = random_model()
+    add_adapter(model, LoraSpec(), name="m", seed=0)
+    kinds = {name.split(".")[-3] for name in adapter_weights(model)}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_layers_that_are_not_there_are_named():
+    with pytest.raises(BadInput, match=r"learner\.lora\.targets"):
+        add_adapter(random_model(), LoraSpec(targets=["no_such_layer"]), name="m", seed=0)
+
+
+@pytest.mark.parametrize("spec", [{"lora": {"targets": []}}, {"lora": {"rank": 0}}, {"final_merged": True}])
+def test_a_spec_that_means_nothing_is_refused(spec: dict):
+    with pytest.raises(ValueError):
+        LearnerSpec.model_validate(spec)
