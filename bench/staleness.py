@@ -26,14 +26,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
-from app.learner.adaptive import Adaptive
 from app.learner.buffer import Group
 from app.learner.evaluate import Evaluator
 from app.learner.microbatch import Row, collate, completion_logprobs, split
@@ -42,11 +41,11 @@ from app.learner.sampling import eos_ids, sample
 from app.learner.tiny import tiny_model
 from app.learner.trainer import GRPOTrainer
 from app.protocol.job import JobSpec, LossName
-from app.protocol.learner import LearnerDirectives
 from app.protocol.trajectory import Rollout
 from app.tasks.base import Task
 from app.tasks.prompts import decode, encode_prompt
 from app.tasks.registry import load_task
+from bench.staleness_lags import Timetable
 from bench.staleness_report import UNCORRECTED, cells, plot, table
 
 LOSSES = (*get_args(LossName), UNCORRECTED)
@@ -89,42 +88,6 @@ class Plan:
                 "seed": self.seed,
             }
         )
-
-
-def behaviour_version(schedule: str, staleness: int, t: int) -> int:
-    """The version that the batch of step t is sampled from."""
-    if schedule == "const":
-        return max(0, t - staleness)
-    period = max(1, staleness - 1)
-    return max(0, (t - 2) // period * period, t - staleness)
-
-
-class Timetable:
-    """From which version each step's batch is sampled, and how S moves meanwhile."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._controller = Adaptive(plan.spec)
-        self._published = [0]
-        self.staleness = [plan.spec.first_staleness]
-        """S of each step."""
-        self._period = plan.spec.first_period
-
-    def version(self, t: int) -> int:
-        """The version that the batch of step t is sampled from. To be asked for every step, in order."""
-        if self._plan.schedule != "adaptive":
-            return behaviour_version(self._plan.schedule, self._plan.staleness, t)
-        if t - self._published[-1] >= self._period:
-            self._published.append(t)
-        in_use = max(v for v in self._published if v <= max(0, t - 2))
-        return max(in_use, t - self.staleness[-1], 0)
-
-    def after(self, values: Mapping[str, float], lag: int) -> None:
-        """A step was made, from rollouts of this lag."""
-        now = LearnerDirectives(command="run", staleness_budget=self.staleness[-1], publish_period=self._period)
-        move = self._controller.after(values, {lag: 1}, now)
-        self.staleness.append(move.staleness_budget if move else self.staleness[-1])
-        self._period = move.publish_period if move else self._period
 
 
 class Sampler:
@@ -206,7 +169,7 @@ def run(plan: Plan, folder: Path, task: Task, clock: Callable[[], float] = time.
     trainer = GRPOTrainer(loaded.model, plan.spec)
     evaluator = Evaluator(loaded.model, loaded.tokenizer, task, plan.spec)
     sampler = Sampler(plan, loaded, task)
-    start, history, timetable = evaluator.run(), [], Timetable(plan)
+    start, history, timetable = evaluator.run(), [], Timetable(plan.schedule, plan.spec)
     for t in range(plan.steps):
         sampler.keep(t)
         version = timetable.version(t)

@@ -8,31 +8,63 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import activation, capacity, estimates, sight, steering
+from app.fleet import activation, sight
 from app.fleet.accounts import Accounts
 from app.fleet.bidding import Bidding
 from app.fleet.core import Core
+from app.fleet.demand import Demand
 from app.fleet.leases import Choice, Leases
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.market import Market, matches
 from app.fleet.nodes import Nodes
+from app.fleet.purse import Room
 from app.fleet.ranking import JobView, Ranking
 from app.fleet.spending import Spending
 from app.fleet.work import Work
 from app.protocol.base import usd
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import NodeState
-from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice, Step
+from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
 
 log = logging.getLogger(__name__)
 
 URGENT = 0.7
 """A pool below this share of its target is filled at once."""
 LOOPING = (JobStatus.PROVISIONING, JobStatus.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A decision and what it was made of."""
+
+    running: list[activation.Running]
+    wanted: Ranking
+    """The offers that the candidates of the decision were taken from."""
+    decision: activation.Decision
+    slots: int
+    """The most machines that the job may have at once, those on their way out left out."""
+    most: float
+    """The most throughput that one machine may count for."""
+    target: float
+    policy: activation.Policy
+
+    @property
+    def planned(self) -> float:
+        """Throughput of what runs and of what boots."""
+        return sum(r.candidate.mu for r in self.running)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether waiting for a second look would cost more than it saves."""
+        leaving = any(
+            r.endangered or r.ending or (r.outbid and r.candidate.key not in self.decision.rebid) for r in self.running
+        )
+        return leaving or self.planned < URGENT * self.target or len(self.running) > self.slots
 
 
 class Controller:
@@ -62,6 +94,7 @@ class Controller:
         self._short: dict[str, str] = {}
         """Job → what it was last told about being short of capacity, so that it is told once."""
         self.bidding = Bidding(core, leases, market, nodes)
+        self.demand = Demand(core)
 
     async def tick(self, job_id: str) -> None:
         """One round for one job."""
@@ -102,7 +135,7 @@ class Controller:
             view = await self.market.informed(session, sight.job_view(seen))
             ranked = await self.market.ranked(session, view)
             await self._retire_replaced(session, seen)
-            target = await self._capacity(session, seen)
+            target = await self.demand.aim(session, seen)
             choices, retire = await self._act(session, seen, view, ranked, target, why)
         if choices:
             for choice in choices:
@@ -110,95 +143,53 @@ class Controller:
             await self.leases.rent(job_id, choices, retire)
         self.core.announce(job_id, "work")
 
-    async def _capacity(self, session: AsyncSession, seen: sight.Seen) -> float:
-        """Eq. 2 with what is measured, what the pool delivers, and the aim that follows; kept for the API.
-        Returns the aim."""
-        job, spec = seen.job, seen.spec
-        t_bcast = job.t_bcast if job.t_bcast is not None else self._broadcast_prior(seen)
-        need = capacity.plan(
-            rollouts=spec.rollouts_per_step,
-            kappa=job.publish_period,
-            staleness=job.staleness_budget,
-            gamma=spec.safety_factor,
-            t_train=job.t_train or 1.0,
-            t_bcast=t_bcast,
-        )
-        active = [n for n in seen.nodes.values() if n.state == NodeState.ACTIVE]
-        was_feasible = job.capacity.get("feasible")
-        aim = await self._steer(session, job, spec, need.mu_target)
-        job.capacity = {
-            **need.as_dict(),
-            "mu_pool": sum(n.mu_measured or 0.0 for n in active),
-            "mu_steered": aim.target,
-            "mu_knee": aim.knee,
-            "steering": aim.why,
-            "steering_state": [aim.factor, aim.since_step],
-            "nodes_active": len(active),
-            "t_train": job.t_train,
-            "t_bcast": t_bcast,
-        }
-        job.nodes_peak = max(job.nodes_peak, len(active))
-        metrics = self.core.metrics
-        metrics.mu_pool.labels(job.id).set(job.capacity["mu_pool"])
-        metrics.mu_target.labels(job.id).set(need.mu_target)
-        metrics.mu_steered.labels(job.id).set(aim.target)
-        metrics.mu_min.labels(job.id).set(need.mu_min or 0.0)
-        if need.feasible != was_feasible and not (need.feasible and was_feasible is None):
-            kind = "capacity_feasible" if need.feasible else "capacity_infeasible"
-            self.core.emit(
-                session, job.id, kind, need.explanation or "the broadcast fits into the publish period again"
-            )
-        return aim.target
-
-    async def _steer(self, session: AsyncSession, job: Job, spec: JobSpec, eq2: float) -> steering.Aim:
-        """The aim by what the newest steps showed; a move of it is an event."""
-        state = job.capacity.get("steering_state", [None, 0])
-        query = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(steering.LONGEST_WINDOW)
-        steps = [
-            steering.Seen(s.step, s.t_train, s.t_idle, s.rollouts, s.dropped, s.mu_pool)
-            for s in reversed(list(await session.scalars(query)))
-        ]
-        aim = steering.steer(
-            (state[0], state[1]),
-            eq2=eq2,
-            rollouts=spec.rollouts_per_step,
-            gamma=spec.safety_factor,
-            t_train=job.t_train or 1.0,
-            kappa=job.publish_period,
-            steps=steps,
-            bound=self.core.settings.bubble_bound,
-        )
-        if aim.moved:
-            self.core.emit(
-                session, job.id, "capacity_steered",
-                f"the pool is held at {aim.target:.4g} rollouts/s (Eq. 2: {eq2:.4g}, R/T_train: {aim.knee:.4g}): "
-                f"{aim.why}",
-            )  # fmt: skip
-        return aim
-
-    def _broadcast_prior(self, seen: sight.Seen) -> float:
-        """T_bcast before one was measured."""
-        links = [min(x.up_mbps, x.down_mbps) for x in seen.usable if x.up_mbps and x.down_mbps]
-        size = seen.job.publish_bytes or seen.job.snapshot_bytes or 0
-        uplink = self.core.settings.learner_uplink_mbps
-        return estimates.broadcast_time(size, max(1, len(links)), uplink, min(links, default=min(uplink, 100.0)))
-
     async def _act(
         self, session: AsyncSession, seen: sight.Seen, view: JobView, ranked: Ranking, target: float, why: str
     ) -> tuple[list[Choice], list[str]]:
         """Turn the pure decision into intents, drains and bids. Returns what to rent and what that retires."""
-        now, job = self.core.clock(), seen.job
         room = await self.accounts.room(session, self.bidding.sent)
         if await self.spending.give_back(session, seen, room):
             return [], []
+        weighed = await self._weigh(session, seen, view, ranked, target, room)
+        decision, held = weighed.decision, {x.id: x for x in seen.leases}
+        if why != "tick":
+            self._tell_rerank(session, seen, ranked, decision, why)
+        for lease in (held[r.candidate.key] for r in weighed.running):
+            if lease.id in decision.rebid:
+                room = self.bidding.keep(session, lease, view.cap, decision.limits.get(lease.id), room)
+            else:
+                self.bidding.ease(session, lease, view.cap)
+        urgent = why != "tick" or weighed.urgent
+        wait_s = self.core.settings.min_lease_seconds / 4
+        if not self._patience.allows(seen.job.id, decision, self.core.clock(), wait_s, urgent=urgent):
+            decision = activation.Decision()
+        for key, reason in decision.release:
+            await self.bidding.let_go(session, held[key], weighed.running)
+            await self.nodes.retire(session, held[key], reason)
+        choices = self._afford(session, seen, weighed, decision, room)
+        self._tell_shortage(session, seen, decision, target, bool(choices))
+        # What is retired leaves once its replacement works; if that was not affordable, it stays.
+        if not choices:
+            return choices, []
+        for key, reason in decision.retire:
+            what = f"{held[key].gpu_name} will be given back once what takes its place works: {reason}"
+            self.core.emit(session, seen.job.id, "lease_leaving", what, lease=key)
+            await self.bidding.let_go(session, held[key], weighed.running)
+        return choices, [key for key, _ in decision.retire]
+
+    async def _weigh(
+        self, session: AsyncSession, seen: sight.Seen, view: JobView, ranked: Ranking, target: float, room: Room
+    ) -> Weighed:
+        """What runs, what the market offers, and the pure decision between them."""
         most = sight.trust(view, target, self.core.settings.first_nodes)
         held = [x for x in seen.usable if not x.retire_after]
+        now = self.core.clock()
         running = [sight.running(x, seen, view, now, most, self.bidding.outlook(x)) for x in held]
         await self.bidding.warn(session, held, running, view.cap)
+        depth = max(1, seen.job.max_nodes) + len(running)
         wanted = ranked.wanted
-        depth = max(1, job.max_nodes) + len(running)
         market = wanted.candidates(depth, most=most, allows=lambda name, price: not room.why_not(name, price))
-        slots = job.max_nodes - (len(seen.usable) - len(running))
+        slots = seen.job.max_nodes - (len(seen.usable) - len(running))
         policy = activation.Policy(
             # γ is the reserve above what is needed: only when it is used up is there something to do.
             rent_below=1 / seen.spec.safety_factor,
@@ -207,40 +198,26 @@ class Controller:
             life_h=1.0,
         )
         decision = activation.decide(running, market, target, slots, policy)
-        if why != "tick":
-            self._tell_rerank(session, seen, ranked, decision, why)
-        planned = sum(r.candidate.mu for r in running)
-        urgent = why != "tick" or planned < URGENT * target or len(running) > slots
-        urgent = urgent or any(
-            r.endangered or r.ending or (r.outbid and r.candidate.key not in decision.rebid) for r in running
-        )
-        for lease in held:
-            if lease.id in decision.rebid:
-                room = self.bidding.keep(session, lease, view.cap, decision.limits.get(lease.id), room)
-            else:
-                self.bidding.ease(session, lease, view.cap)
-        wait_s = self.core.settings.min_lease_seconds / 4
-        if not self._patience.allows(job.id, decision, now, wait_s, urgent=urgent):
-            decision = activation.Decision()
-        for key, reason in decision.release:
-            await self.bidding.let_go(session, await session.get_one(Lease, key), running)
-            await self.nodes.retire(session, await session.get_one(Lease, key), reason)
-        offers = [wanted.of(c.key, decision.limits.get(c.key)) for c in decision.rent]
+        return Weighed(running, wanted, decision, slots, most, target, policy)
+
+    def _afford(
+        self,
+        session: AsyncSession,
+        seen: sight.Seen,
+        weighed: Weighed,
+        decision: activation.Decision,
+        room: Room,
+    ) -> list[Choice]:
+        """Of what is to be rented, what the money allows; what is held back is told."""
+        offers = [weighed.wanted.of(c.key, decision.limits.get(c.key)) for c in decision.rent]
         choices, left = self.spending.affordable(session, seen, offers, room)
         if decision.rent and not choices and not seen.usable:
             self.spending.cannot_pay(session, seen, offers[0])
-        short = planned + sum(min(c.mu, most) for c in choices) < target * policy.rent_below
-        self.spending.hold(session, seen, wanted, choices, left, short and len(running) + len(choices) < slots)
-        self._tell_shortage(session, seen, decision, target, bool(choices))
-        # What is retired leaves once its replacement works; if that was not affordable, it stays.
-        if not choices:
-            return choices, []
-        for key, reason in decision.retire:
-            lease = await session.get_one(Lease, key)
-            what = f"{lease.gpu_name} will be given back once what takes its place works: {reason}"
-            self.core.emit(session, job.id, "lease_leaving", what, lease=key)
-            await self.bidding.let_go(session, lease, running)
-        return choices, [key for key, _ in decision.retire]
+        planned = weighed.planned + sum(min(c.mu, weighed.most) for c in choices)
+        short = planned < weighed.target * weighed.policy.rent_below
+        free = len(weighed.running) + len(choices) < weighed.slots
+        self.spending.hold(session, seen, weighed.wanted, choices, left, short and free)
+        return choices
 
     async def _retire_replaced(self, session: AsyncSession, seen: sight.Seen) -> None:
         """Leases whose replacements work are drained; those whose replacements failed stay."""

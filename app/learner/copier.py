@@ -37,15 +37,18 @@ class Later(Mapping[str, torch.Tensor]):
 
 
 class Copier:
-    """One thread that copies; `begin` and `settle` are for the thread that owns the tensors."""
+    """A thread for each copy; `begin` and `settle` are for the thread that owns the tensors."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="copier")
         self._running: list[Future[Tensors]] = []
 
     def begin(self, *makes: Callable[[], Tensors]) -> list[Later]:
-        """Start to copy; each function returns tensors of its own."""
-        self._running = [self._pool.submit(make) for make in makes]
+        """Start to copy, after what was begun before; each function returns tensors of its own."""
+        self.settle()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="copier")
+        self._running = [thread.submit(make) for make in makes]
+        # Ends by itself when it has done that.
+        thread.shutdown(wait=False)
         return [Later(copy) for copy in self._running]
 
     def settle(self) -> None:

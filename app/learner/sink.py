@@ -1,6 +1,7 @@
 """The learner's snapshot store, relay and upload behind the publisher's interface.
 
 Invariant: a version is encoded once; a restarted learner serves and announces what it published before, bit for bit.
+Whatever the object store has as a delta can be reached from a whole version that is there, too.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class RelaySink:
         self._prefix = f"jobs/{job_id}/snapshots"
         self._spec = snapshots or SnapshotSpec()
         self._stored: int | None = None
-        """The version that this process put into the object store last, and the deltas since the last whole one."""
+        """The version that this process put into the object store last."""
         self._since = 0
+        """Deltas put there after the last whole version."""
         self._assets = [AssetEntry(path=a.path, size=a.size, blake3=a.blake3) for a in assets]
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,22 +20,19 @@ from app.learner.alignment import removed, skipped
 from app.learner.buffer import Group
 from app.learner.copier import Copier
 from app.learner.laps import Laps
-from app.learner.losses import WHOLE_STEP, Limits, Tokens, reference_kl, surrogate, whole_step
-from app.learner.metrics import Seen, advantage_metrics, joined, node_metrics, step_metrics
-from app.learner.microbatch import Row, collate, completion_logprobs, share, token_lags
+from app.learner.metrics import Seen, advantage_metrics, node_metrics, step_metrics
+from app.learner.microbatch import Row, token_lags
 from app.learner.model import check_weights, trained_weights
 from app.learner.parallel.messages import Progress, Rehearsal, packed, unpacked
 from app.learner.parallel.ranks import ALONE, Ranks
-from app.learner.parallel.shards import local, needs_shards, number, prepare_passes, recomputing, shard, spread, whole
-from app.learner.reference import draws, frozen_copy
-from app.learner.weights import log_ratio
+from app.learner.parallel.shards import local, needs_shards, number, prepare_passes, shard, spread, whole
+from app.learner.passes import Passes
+from app.learner.reference import frozen_copy
 from app.protocol.errors import LearnerError
 from app.protocol.job import JobSpec
 
 BETAS = (0.9, 0.95)
 _REHEARSED_BATCHES = 4
-_NOTHING = Row([0], [0], [0.0], 0.0, [0])
-"""What a rank passes through the model when the others have more to do: a pass is something that all ranks do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +90,7 @@ class GRPOTrainer:
         self._skipped = False
         self._copier = Copier()
         self._laps = Laps(clock, self._synchronise)
+        self._runner = Passes(model, self._reference, spec, ranks, self._laps)
 
     def step(self, groups: Sequence[Group]) -> StepMetrics:
         """One update from whole groups. Raises LearnerError, before any change, if loss or gradient is not finite."""
@@ -118,7 +116,9 @@ class GRPOTrainer:
         seen = self._backward(rows, denominator)
         self._laps.lap("backward")
         values = step_metrics(groups, seen, denominator) | advantage_metrics(advantages) | self._align()
-        values |= node_metrics(seen.log_ratio, [(owners[i], len(rows[i].completion_ids)) for i in self._order(rows)])
+        values |= node_metrics(
+            seen.log_ratio, [(owners[i], len(rows[i].completion_ids)) for i in self._runner.order(rows)]
+        )
         values |= {"grad_norm": self._clip(), "learning_rate": self._rate(self.steps)}
         self._laps.lap("metrics")
         self._copier.settle()
@@ -146,7 +146,7 @@ class GRPOTrainer:
             Row(prompts[i % len(prompts)], [i % 7 + 1] * size, [-1.0] * size, 1.0 - i % 2 * 2, [1] * size)
             for i in range(rollouts)
         ]
-        batches = self._plan(rows)
+        batches = self._runner.plan(rows)
         rehearsed = batches[:_REHEARSED_BATCHES]
         spare = _adamw(self._trained, 0.0)
         with torch.random.fork_rng():
@@ -222,7 +222,7 @@ class GRPOTrainer:
 
     def _backward(self, rows: Sequence[Row], denominator: int) -> Seen:
         self._optimizer.zero_grad(set_to_none=True)
-        seen = self._passes(self._plan(rows), denominator)
+        seen = self._passes(self._runner.plan(rows), denominator)
         for parameter in self._named.values():
             # A step without any signal still decays the optimizer's moments, as if its zero gradient had been computed.
             if parameter.grad is None and parameter.requires_grad:
@@ -230,80 +230,11 @@ class GRPOTrainer:
         return seen
 
     def _passes(self, batches: Sequence[Sequence[Row]], denominator: int) -> Seen:
-        """Forward and backward over all micro-batches; for some losses after a forward pass over all of them."""
-        limits = self._limits(batches)
-        self._laps.lap("forward")
-        with recomputing(self.model, self._spec.learner):
-            own = joined([self._pass(b, part, denominator) for b, part in zip(batches, limits, strict=True)])
-        ranks = self._ranks
-        tokens = [ranks.joined(t) for t in (own.log_ratio, own.lag, own.high, own.low)]
-        loss, kl = ranks.total([own.loss, own.reference_kl or 0.0])
-        if not math.isfinite(loss):
+        seen = self._runner.run(batches, denominator, self.steps)
+        if not math.isfinite(seen.loss):
             self._optimizer.zero_grad(set_to_none=True)
             raise LearnerError(f"the loss of step {self.steps + 1} is not finite; lower the learning rate")
-        seen = Seen(loss, tokens[0], tokens[1], tokens[2], tokens[3])
-        return seen if self._reference is None else replace(seen, reference_kl=kl)
-
-    def _plan(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """This rank's micro-batches."""
-        return [[rows[i] for i in batch] for batch in self._shares(rows)[self._ranks.rank]]
-
-    def _shares(self, rows: Sequence[Row]) -> list[list[list[int]]]:
-        """Row numbers by rank and micro-batch."""
-        spec, lengths = self._spec.learner, [r.length for r in rows]
-        return share(lengths, self._ranks.size, spec.micro_batch_tokens, packed=spec.packing)
-
-    def _order(self, rows: Sequence[Row]) -> list[int]:
-        """Row numbers in the order in which the tokens of a step come back from all ranks."""
-        return [i for plan in self._shares(rows) for batch in plan for i in batch]
-
-    @torch.no_grad()
-    def _limits(self, batches: Sequence[Sequence[Row]]) -> list[Limits]:
-        """What each micro-batch has to know of the whole step."""
-        spec = self._spec.learner
-        if spec.loss not in WHOLE_STEP or not batches:
-            return [Limits()] * len(batches)
-        ratios, advantages = [], []
-        for rows in batches:
-            tokens, used = self._tokens(rows or [_NOTHING]), slice(None if rows else 0)
-            ratios.append(log_ratio(tokens.logprobs, tokens.behaviour)[used])
-            advantages.append(tokens.advantages[used])
-        own, ranks = torch.cat(ratios), self._ranks
-        limits = whole_step(spec, ranks.joined(own), ranks.joined(torch.cat(advantages)))
-        if limits.keep is None:
-            return [limits] * len(batches)
-        before = int(ranks.joined(torch.tensor([len(own)]))[: ranks.rank].sum())
-        keeps = torch.split(limits.keep[before : before + len(own)], [len(r) for r in ratios])
-        return [replace(limits, keep=keep) for keep in keeps]
-
-    def _tokens(self, rows: Sequence[Row]) -> Tokens:
-        batch = collate(rows, self.model.device, packed=self._spec.learner.packing)
-        self._laps.lap("data")
-        logprobs = completion_logprobs(self.model, batch, self._spec.sampling.temperature)
-        reference, draw = None, None
-        if self._reference is not None and torch.is_grad_enabled():
-            with torch.no_grad():
-                reference = completion_logprobs(self._reference, batch, self._spec.sampling.temperature)
-        if self._spec.learner.loss == "obrs":
-            draw = draws(rows, self._spec.seed, self.steps).to(self.model.device)
-        return Tokens(logprobs, batch.behaviour, batch.advantage, batch.lag, batch.sequence, reference, draw)
-
-    def _pass(self, rows: Sequence[Row], limits: Limits, denominator: int) -> Seen:
-        if not rows:
-            torch.autograd.backward(0.0 * self._tokens([_NOTHING]).logprobs.sum())
-            return joined([])
-        tokens = self._tokens(rows)
-        found = surrogate(self._spec.learner, tokens, limits)
-        loss = -found.objective.sum() / denominator
-        self._laps.lap("forward")
-        # Shards take the mean over the ranks; what is wanted is the sum.
-        torch.autograd.backward(loss * self._ranks.size)
-        self._laps.lap("backward")
-        moved = log_ratio(tokens.logprobs.detach(), tokens.behaviour)
-        seen = Seen(loss.item(), moved, tokens.lag, found.high, found.low)
-        if tokens.reference is None:
-            return seen
-        return replace(seen, reference_kl=float(reference_kl(tokens.logprobs.detach(), tokens.reference).sum()))
+        return seen
 
     def _align(self) -> dict[str, float]:
         """Compare the gradient with the previous step's and keep it for the next; with `gac` bend it or skip a step."""

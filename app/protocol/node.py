@@ -215,7 +215,7 @@ class CommitAnswer(Lenient):
 
 
 class StoredPart(Lenient):
-    """What the object store holds of a job's snapshots: a version whole (`base` None), or what leads to it from `base`."""
+    """Something in the object store: a version whole (`base` None), or the delta that leads to it from `base`."""
 
     version: int
     base: int | None

@@ -41,14 +41,18 @@ async def fetch_assets(client: NodeClient, assets: Sequence[AssetRef], folder: P
 
 
 async def _fetch_weights(client: NodeClient, asset: AssetRef, path: Path) -> None:
+    part = path.with_name(f".{path.name}.part")
     for _ in range(2):
-        await client.download_to(asset.url, path, asset.size)
-        if await asyncio.to_thread(_digest, path) == asset.blake3:
+        await client.download_to(asset.url, part, asset.size)
+        if await asyncio.to_thread(_digest, part) == asset.blake3:
+            await asyncio.to_thread(part.replace, path)
             return
     raise IntegrityError(f"asset {asset.path} does not have the hash that was announced")
 
 
 def _digest(path: Path) -> str:
+    if path.stat().st_size == 0:
+        return blake3(b"").hexdigest()
     return blake3(max_threads=1).update_mmap(path).hexdigest()
 
 

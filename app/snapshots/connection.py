@@ -13,6 +13,7 @@ import fcntl
 import socket
 import sys
 import termios
+import time
 import urllib.request
 from urllib.parse import urlsplit
 
@@ -206,23 +207,43 @@ class Connection:
         if low_water != self._low_water:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water
-        loop = asyncio.get_running_loop()
-        there, since = 0, loop.time()
+        there, since = 0, time.monotonic()
         while True:
             try:
-                async with asyncio.timeout(min(silence_s, LOOK_S)):
-                    return await loop.sock_recv_into(self._sock, into)
-            except TimeoutError:
+                return self._sock.recv_into(into)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise Ended(f"{type(error).__name__}: {error}"[:300]) from error
+            if not await self._readable(min(silence_s, LOOK_S)):
                 # Below the low-water mark bytes come without waking us: slow is not silent, but old bytes are no news.
                 found = self._unread()
                 if found > there:
-                    there, since = found, loop.time()
-                elif loop.time() - since >= silence_s:
-                    raise Lost(f"silent for {silence_s:g} s") from None
-            except OSError as error:
-                raise Ended(f"{type(error).__name__}: {error}"[:300]) from error
+                    there, since = found, time.monotonic()
+                elif time.monotonic() - since >= silence_s:
+                    raise Lost(f"silent for {silence_s:g} s")
+
+    async def _readable(self, timeout_s: float) -> bool:
+        """Wait until the low-water mark is reached, or the connection has ended; False if not within `timeout_s`.
+
+        Nothing is read here: a timeout that cancels a read in the moment in which it succeeds would lose what it read.
+        """
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[bool] = loop.create_future()
+        loop.add_reader(self._sock, _settle, readable, True)
+        timer = loop.call_later(timeout_s, _settle, readable, False)
+        try:
+            return await readable
+        finally:
+            timer.cancel()
+            loop.remove_reader(self._sock)
 
     def _unread(self) -> int:
         """Bytes that the kernel holds for us."""
         count = fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4))
         return int.from_bytes(count, sys.byteorder)
+
+
+def _settle(future: asyncio.Future[bool], result: bool) -> None:
+    if not future.done():
+        future.set_result(result)

@@ -62,9 +62,11 @@ STUCK_MS = 2000
 class Shares:
     """Holds every sending socket to an equal share of a link's rate, as far as the system can. One event loop."""
 
-    def __init__(self, link_bytes_per_s: float | None) -> None:
+    def __init__(self, link_bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = None if link_bytes_per_s is None else link_bytes_per_s / PACKETS
-        self._sending: list[tuple[socket.socket, float]] = []
+        self._clock = clock
+        self._sending: list[tuple[socket.socket, float, float]] = []
+        """Socket, share of its part of the link, and since when it sends."""
 
     @contextlib.contextmanager
     def of(self, sock: socket.socket | None, *, origin: bool) -> Iterator[bool]:
@@ -76,7 +78,7 @@ class Shares:
         if sock is None or self._rate is None or sys.platform != "linux":
             yield self._rate is None
             return
-        sender = (sock, HEADROOM if origin else 1.0)
+        sender = (sock, HEADROOM if origin else 1.0, self._clock())
         self._sending.append(sender)
         self._divide()
         try:
@@ -89,8 +91,10 @@ class Shares:
     def _divide(self) -> None:
         """A child that was cut off is missed by the kernel after minutes only: its share is for who comes instead."""
         assert self._rate is not None
-        alive = [sender for sender in self._sending if not _is_stuck(sender[0])]
-        for sock, share in alive:
+        now = self._clock()
+        # After a pause nothing has been acknowledged for long either: a stream that is young is not stuck.
+        alive = [s for s in self._sending if now - s[2] < STUCK_MS / 1000 or not _is_stuck(s[0])]
+        for sock, share, _ in alive:
             _pace(sock, max(1, min(LARGEST_RATE, int(self._rate * share / len(alive)))))
 
 

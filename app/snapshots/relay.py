@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import math
 import socket
 import threading
 from collections.abc import Mapping
@@ -26,16 +25,15 @@ from starlette.types import Receive, Scope, Send
 from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, Unauthorized, Unavailable
 from app.snapshots.frames import KEEP_ALIVE, KEEP_ALIVES, frame, stream_bytes
 from app.snapshots.incoming import Reader
-from app.snapshots.manifest import MAX_VERSION
 from app.snapshots.pacer import HEADROOM, PACKETS, Pacer, Shares
+from app.snapshots.query import bases, leaf_count, seconds, whole
 from app.snapshots.server import Server, transport_keeper
 from app.snapshots.store import SnapshotStore
-from app.snapshots.upstream import BASES, DELTA_SIZE, DOCUMENT_SIZE, FOLLOW, MAX_BASES
+from app.snapshots.upstream import BASES, DELTA_SIZE, DOCUMENT_SIZE, FOLLOW
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 0.5
-MAX_WAIT_S = 30.0
 SEND_TIMEOUT_S = 120.0
 """A child that takes nothing at all for so long is cut off: an open stream holds a version on disk."""
 INLINE_LEAF_BYTES = 1024 * 1024
@@ -167,9 +165,9 @@ class Relay:
     async def _next(self, request: Request) -> Response:
         """Long poll for the next step to the newest version after `after` that can be reached with what is here."""
         self._authorise(request)
-        held = _bases(request.headers.get(BASES, ""))
-        after = _whole(request.query_params.get("after", "-1"), "after", -1)
-        wait_s = _seconds(request.query_params.get("wait_s", "0"))
+        held = bases(request.headers.get(BASES, ""))
+        after = whole(request.query_params.get("after", "-1"), "after", -1)
+        wait_s = seconds(request.query_params.get("wait_s", "0"))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         changes = self._store.changes
@@ -192,21 +190,21 @@ class Relay:
 
     async def _stream(self, request: Request) -> Response:
         self._authorise(request)
-        version = _whole(request.path_params["version"], "version", 0)
-        first = _whole(request.query_params.get("from_leaf", "0"), "from_leaf", 0)
+        version = whole(request.path_params["version"], "version", 0)
+        first = whole(request.query_params.get("from_leaf", "0"), "from_leaf", 0)
         reader = self._store.open(version)
         if reader is None:
             raise NotFound(f"version {version} is not here")
-        return _Stream(self, reader, first, count=_count(request))
+        return _Stream(self, reader, first, count=leaf_count(request.query_params.get("leaves")))
 
     async def _delta(self, request: Request) -> Response:
         self._authorise(request)
-        version = _whole(request.path_params["version"], "version", 0)
-        first = _whole(request.query_params.get("from_leaf", "0"), "from_leaf", 0)
+        version = whole(request.path_params["version"], "version", 0)
+        first = whole(request.query_params.get("from_leaf", "0"), "from_leaf", 0)
         reader = self._store.open_delta(version)
         if reader is None:
             raise NotFound(f"the delta of version {version} is not here")
-        return _Stream(self, reader, first, count=_count(request))
+        return _Stream(self, reader, first, count=leaf_count(request.query_params.get("leaves")))
 
     async def _send_leaves(
         self, reader: Reader, first: int, end: int, send: Send, gone: asyncio.Future[None], paced: bool
@@ -290,8 +288,8 @@ class _Stream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 if self._document:
                     await _send_body(send, self._document)
-                whole = await self._relay._send_leaves(self._reader, self._first, self._end, send, gone, paced)
-            if whole:
+                complete = await self._relay._send_leaves(self._reader, self._first, self._end, send, gone, paced)
+            if complete:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             elif transport is not None:
                 # What was sent goes out, then the connection ends, and the child turns elsewhere.
@@ -324,34 +322,3 @@ async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, EchoError)
     body = {"title": error.title, "status": error.status, "code": error.code, "detail": error.detail}
     return JSONResponse(body, status_code=error.status, media_type="application/problem+json")
-
-
-def _bases(text: str) -> list[int]:
-    """The versions in the header of one who asks."""
-    parts = [part.strip() for part in text.split(",")] if text else []
-    if len(parts) > MAX_BASES:
-        raise BadInput(f"{BASES} names {len(parts)} versions, at most {MAX_BASES} may be")
-    return [_whole(part, BASES, 0) for part in parts]
-
-
-def _whole(text: str, name: str, low: int) -> int:
-    digits = text.removeprefix("-")
-    if digits.isascii() and digits.isdigit() and len(digits) <= 10 and low <= int(text) <= MAX_VERSION:
-        return int(text)
-    raise BadInput(f"{name} must be a whole number {low}…{MAX_VERSION}")
-
-
-def _count(request: Request) -> int | None:
-    """How many leaves are asked for; None: all."""
-    text = request.query_params.get("leaves")
-    return None if text is None else _whole(text, "leaves", 1)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_WAIT_S:
-        raise BadInput(f"wait_s must be a number 0…{MAX_WAIT_S:.0f}")
-    return value

@@ -287,9 +287,7 @@ class Wire:
             return Announced(await self._object(urls.manifest_url))
         if urls.delta is None:
             raise Lost(f"no URLs for the delta of version {step.version}")
-        return Announced(
-            await self._object(urls.delta.version_url), delta=await self._object(urls.delta.manifest_url)
-        )
+        return Announced(await self._object(urls.delta.version_url), delta=await self._object(urls.delta.manifest_url))
 
     async def _object(self, url: str) -> bytes:
         """A signed document in the store."""

@@ -150,7 +150,7 @@ def check_store(service: FakeService, ready: dict) -> None:
         assert service.store.head(f"jobs/{JOB}/model/{asset['path']}").size == asset["size"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_killed_learner_goes_on_where_its_checkpoint_was(tmp_path: Path):
     service = service_for(tmp_path, spec(stop={"steps": 9}))
     with Server(service) as url:
@@ -165,7 +165,7 @@ def test_a_killed_learner_goes_on_where_its_checkpoint_was(tmp_path: Path):
             newest = max(v for v, _ in service.published)
         second = spawn(tmp_path, url, "second.log")
         try:
-            assert second.wait(120) == 0, (tmp_path / "second.log").read_text()
+            assert second.wait(240) == 0, (tmp_path / "second.log").read_text()
         finally:
             second.kill()
     assert service.epoch == 2

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
 import torch
 
-from app.snapshots import Snapshot, SnapshotStore, Source, upstream
+from app.snapshots import Snapshot, SnapshotStore, Source, delta, upstream
 from app.snapshots.frames import frame
 from app.snapshots.publish import Publication
 from app.snapshots.upload import upload, upload_delta
@@ -212,6 +213,32 @@ async def _flips(up: FakeUpstream, first: int, writer: asyncio.StreamWriter) -> 
     for n in range(first, up.snapshot.manifest.leaves):
         leaf = data[n * LEAF : (n + 1) * LEAF]
         writer.write(frame(n, leaf if n == 0 else bytes([leaf[0] ^ 1]) + leaf[1:]))
+
+
+async def test_after_a_delta_that_does_not_give_the_version_it_comes_whole(
+    tmp_path: Path, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signed, but made wrong: asked again for it, the relay would give the same."""
+
+    def wrong(base: delta.Readable, new: delta.Readable, out: BinaryIO, **about: Any) -> delta.Encoded:
+        data = bytearray(new.read(about["size"]))
+        data[-3] ^= 1
+        return delta.write(base, delta.Memory(data), out, **about)
+
+    learner = make_store(tmp_path / "learner")
+    publish(learner, 0)
+    async with relay_of(learner) as relay:
+        node = Node(tmp_path / "N", [Source("learner", url(relay))], client)
+        async with running(node):
+            await node.has(0)
+            monkeypatch.setattr("app.snapshots.publish.write", wrong)
+            newest = publish(learner, 1)
+            assert bits(await node.has(1)) == bits(newest.snapshot)
+            monkeypatch.undo()
+            after = publish(learner, 2)
+            assert bits(await node.has(2)) == bits(after.snapshot)
+        assert [version for _, version in node.refused] == [1]
+        assert (node.installed, node.lies, node.puller.deltas_applied) == ([0, 1, 2], [], 1)
 
 
 async def test_a_base_that_rotted_on_disk_is_not_passed_off_as_a_version(

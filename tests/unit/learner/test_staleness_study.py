@@ -10,23 +10,23 @@ import torch
 
 from app.learner.buffer import Group
 from app.learner.microbatch import Row, collate, completion_logprobs
-from bench import staleness
+from bench import staleness, staleness_lags
 from bench.staleness_report import plot, table
 from tests.unit.learner.samples import batch, random_model
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 6, 11])
 def test_lags_are_those_of_the_schedule(budget: int):
-    const = [t - staleness.behaviour_version("const", budget, t) for t in range(100)]
+    const = [t - staleness_lags.behaviour_version("const", budget, t) for t in range(100)]
     assert const[budget:] == [budget] * (100 - budget)
     assert const[:budget] == list(range(budget))
-    echo = [t - staleness.behaviour_version("echo", budget, t) for t in range(2, 2 + 8 * max(1, budget - 1))]
+    echo = [t - staleness_lags.behaviour_version("echo", budget, t) for t in range(2, 2 + 8 * max(1, budget - 1))]
     assert echo == [min(lag, budget) for lag in range(2, max(2, budget) + 1)] * 8
 
 
 def test_an_adaptive_s_shortens_the_lag_after_a_bad_step():
     plan = staleness.Plan("dppo", "adaptive", 6, 0, 60, 1e-3, None, 8)
-    timetable, lags = staleness.Timetable(plan), []
+    timetable, lags = staleness_lags.Timetable(plan.schedule, plan.spec), []
     for t in range(60):
         lags.append(t - timetable.version(t))
         bad = lags[-1] > 3

@@ -191,6 +191,24 @@ async def test_assets_are_checked_before_they_are_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "config.json").exists()
 
 
+async def test_weights_come_as_a_file_and_are_kept_only_if_they_are_the_announced_ones(tmp_path: Path) -> None:
+    def asset(content: bytes, size: int = 3) -> AssetRef:
+        return AssetRef(
+            path="model.safetensors",
+            size=size,
+            blake3=blake3(content).hexdigest(),
+            url="http://store/model.safetensors",
+        )
+
+    network = Network(lambda _: httpx.Response(200, content=b"abc"))
+    await fetch_assets(network.client, [asset(b"abc")], tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == b"abc"
+    for wrong, error in ((asset(b"abd"), IntegrityError), (asset(b"abc", size=2), TooLarge)):
+        with pytest.raises(error):
+            await fetch_assets(network.client, [wrong], tmp_path / "other")
+        assert not (tmp_path / "other" / "model.safetensors").exists()
+
+
 def test_backoff_grows_to_a_limit_and_is_jittered() -> None:
     assert [backoff(n, 1.0) for n in range(6)] == [0.25, 0.5, 1.0, 2.0, 4.0, BACKOFF_MAX_S]
     assert backoff(3, 0.0) == 1.0

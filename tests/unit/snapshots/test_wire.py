@@ -12,7 +12,7 @@ from app.protocol.errors import IntegrityError
 from app.snapshots import Pacer
 from app.snapshots.choice import following, patience, repairers
 from app.snapshots.frames import HEADER, KEEP_ALIVE, PADDING_BYTES, LeafParser, frame, stream_bytes
-from app.snapshots.pacer import TCP_INFO_BYTES, stuck
+from app.snapshots.pacer import HEADROOM, PACKETS, SO_MAX_PACING_RATE, TCP_INFO_BYTES, Shares, stuck
 from app.snapshots.upstream import Source
 from tests.unit.snapshots.test_manifest import PAYLOAD, manifest
 
@@ -88,6 +88,24 @@ def test_a_fresh_connection_is_not_stuck() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
         sock.sendall(b"x")
         assert not stuck(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pacing by socket is Linux's")
+def test_streams_that_begin_after_a_pause_share_the_link_equally() -> None:
+    """Nothing has been acknowledged on their connections for long, but that says nothing yet."""
+    link = 25e6
+    shares = Shares(link)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socks = [socket.create_connection(server.getsockname()) for _ in range(2)]
+        try:
+            with shares.of(socks[0], origin=True), shares.of(socks[1], origin=False):
+                rates = [s.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) for s in socks]
+                assert rates == [int(link / PACKETS * HEADROOM / 2), int(link / PACKETS / 2)]
+            with shares.of(socks[0], origin=True):
+                assert socks[0].getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) == int(link / PACKETS * HEADROOM)
+        finally:
+            for sock in socks:
+                sock.close()
 
 
 PARENT, ABOVE, TAIL = (Source("peer", f"http://{name}", name) for name in ("parent", "above", "tail"))
