@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast clean
+.PHONY: install demo test lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast bench-learner clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,16 +30,16 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest
 
-# Minutes a run. make study-staleness OUT=folder ARGS="--losses ppo_clip,dppo --staleness 1,6,11 --seeds 0 --steps 60"
-OUT ?= build/staleness
-study-staleness: install
-	$(BIN)/python -m bench.staleness --out $(OUT) $(ARGS)
-
 # What only benchmarks need, such as the solver that finds the exact optimum.
 BENCH_STAMP := $(VENV)/.bench
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	touch $@
+
+# Minutes a run. make study-staleness OUT=folder ARGS="--losses ppo_clip,dppo --staleness 1,6,11 --seeds 0 --steps 60"
+OUT ?= build/staleness
+study-staleness: $(BENCH_STAMP)
+	$(BIN)/python -m bench.staleness --out $(OUT) $(ARGS)
 
 # How good and how fast the choice of machines is.
 bench-activation: $(BENCH_STAMP)
@@ -58,8 +58,12 @@ LIVES ?= 1000
 soak-providers: install
 	$(BIN)/python -m bench.soak_providers --lives $(LIVES)
 
+# The step against a bare loop, what a publish holds it up, what reading 2,000 rollouts takes.
+bench-learner: install
+	$(BIN)/python -m bench.learner
+
 # QUICK=1: N = 9 and the delta only. Needs root; without it only the delta is measured, and it says so.
-bench-broadcast: install
+bench-broadcast: $(BENCH_STAMP)
 	$(BIN)/python -m bench.broadcast $(if $(QUICK),--quick)
 
 clean:

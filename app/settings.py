@@ -6,136 +6,36 @@ secret shows in its repr or in an error about it.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import difflib
-import json
 import os
-import re
-import tomllib
 from collections.abc import Collection, Mapping
-from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from app.settings_file import CONFIG_VARIABLE, SettingsError, read_config
+from app.settings_values import (
+    BOOL,
+    KEY,
+    SECONDS,
+    URL,
+    DatabaseUrl,
+    Folder,
+    HttpUrl,
+    ObjectStoreUrl,
+    ProviderNames,
+    Seconds,
+    Token,
+    TopicArns,
+    Usd,
+    WebhookSecret,
+    own_url,
 )
 
-from app.protocol.errors import BadInput, EchoError
-from app.storage.s3 import parse_s3_url
-from app.storage.stores import parse_folder_url
+__all__ = ["PROVIDER_NEEDS", "Settings", "SettingsError", "load_settings", "require_providers"]
 
 PREFIX = "ECHO2_"
-CONFIG_VARIABLE = "ECHO2_CONFIG"
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
-
-
-class SettingsError(EchoError):
-    """A setting that can't be used. The message is one line that names it and says what it expects."""
-
-    code = "bad_settings"
-    title = "Bad settings"
-
-
-def _http_url(value: str) -> str:
-    try:
-        parts = urlsplit(value)
-        port = parts.port
-    except ValueError:
-        # The library's message can quote what stands where a password would.
-        raise ValueError("is not a URL: its host or port can't be read") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError("is not a URL of http or https without query")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("must not hold a user or password")
-    if port == 0:
-        raise ValueError("has a port that can't be reached")
-    return value.rstrip("/")
-
-
-def _database_url(value: str) -> str:
-    scheme, separator, rest = value.partition("://")
-    scheme = {
-        "postgres": "postgresql+asyncpg",
-        "postgresql": "postgresql+asyncpg",
-        "sqlite": "sqlite+aiosqlite",
-    }.get(scheme, scheme)
-    usable = bool(separator) and scheme in ("postgresql+asyncpg", "sqlite+aiosqlite")
-    if not usable or (scheme.startswith("sqlite") and not rest.startswith("/")):
-        raise ValueError("is not a URL of a database that we can use")
-    if scheme.startswith("postgresql") and "?" in rest:
-        address, _, query = rest.partition("?")
-        # libpq's name for it, in most hosted databases' URLs; asyncpg calls the same thing ssl.
-        names = [("ssl" if name == "sslmode" else name, text) for name, text in parse_qsl(query)]
-        rest = f"{address}?{urlencode(names)}"
-    return f"{scheme}://{rest}"
-
-
-def _object_store_url(value: str) -> str:
-    try:
-        parse_s3_url(value) if value.startswith("s3://") else parse_folder_url(value)
-    except BadInput:
-        raise ValueError("is not the URL of an object store") from None
-    return value
-
-
-def _token(value: SecretStr) -> SecretStr:
-    if not re.fullmatch(r"[!-~]+", value.get_secret_value()):
-        raise ValueError("has a space, a control character or a letter outside ASCII")
-    return value
-
-
-def _webhook_secret(value: SecretStr) -> SecretStr:
-    text = value.get_secret_value().removeprefix("whsec_").rstrip("=")
-    try:
-        size = len(base64.b64decode(text + "=" * (-len(text) % 4), validate=True))
-    except (binascii.Error, ValueError):
-        raise ValueError("is not base64") from None
-    if not 24 <= size <= 64:
-        raise ValueError(f"holds {size} bytes")
-    return value
-
-
-def _names(value: object) -> object:
-    """A comma list or a JSON list, as a list."""
-    if not isinstance(value, str):
-        return value
-    if not value.lstrip().startswith("["):
-        return [name.strip() for name in value.split(",") if name.strip()]
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        raise ValueError("begins like a JSON list but is none") from None
-
-
-def _absolute(value: Path) -> Path:
-    if "\0" in str(value):
-        raise ValueError("has a zero byte")
-    try:
-        return Path(os.path.abspath(value.expanduser()))
-    except RuntimeError:
-        raise ValueError("names a home folder that does not exist") from None
-
-
-HttpUrl = Annotated[str, AfterValidator(_http_url)]
-Token = Annotated[SecretStr, AfterValidator(_token)]
-Folder = Annotated[Path, AfterValidator(_absolute)]
-ProviderName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-TopicArn = Annotated[str, Field(pattern=r"^arn:aws[a-z-]*:sns:[a-z0-9-]+:[0-9]{12}:[A-Za-z0-9_.-]{1,256}$")]
-Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
-Usd = Annotated[Decimal, Field(gt=0, max_digits=15, decimal_places=6, allow_inf_nan=False)]
-
-_URL = "a URL such as https://echo2.example.org"
-_SECONDS = "seconds, above 0 and at most 86400"
-_KEY = "printable ASCII without spaces"
-_BOOL = "true or false"
 
 
 class Settings(BaseSettings):
@@ -154,43 +54,43 @@ class Settings(BaseSettings):
     cache_dir: Folder = Field(
         default_factory=lambda data: data["state_dir"] / "cache", description="a folder for what can be fetched again"
     )
-    database_url: Annotated[str, AfterValidator(_database_url)] = Field(
+    database_url: DatabaseUrl = Field(
         default_factory=lambda data: f"sqlite+aiosqlite:///{data['state_dir']}/echo2.db",
         repr=False,
         description="postgresql://user:password@host/name or sqlite:////absolute/path.db",
     )
-    object_store_url: Annotated[str, AfterValidator(_object_store_url)] = Field(
+    object_store_url: ObjectStoreUrl = Field(
         default_factory=lambda data: (data["state_dir"] / "objects").as_uri(),
         description="file:///absolute/path or s3://bucket/prefix",
     )
-    s3_endpoint_url: HttpUrl | None = Field(None, description=f"{_URL}, for an S3 service other than AWS")
+    s3_endpoint_url: HttpUrl | None = Field(None, description=f"{URL}, for an S3 service other than AWS")
     public_url: HttpUrl = Field(
-        default_factory=lambda data: _own_url(data["host"], data["port"]),
-        description=f"{_URL}, under which nodes reach this service",
+        default_factory=lambda data: own_url(data["host"], data["port"]),
+        description=f"{URL}, under which nodes reach this service",
     )
-    docs_enabled: bool = Field(True, description=f"{_BOOL}: whether /docs and /openapi.json are served")
-    metrics_enabled: bool = Field(True, description=f"{_BOOL}: whether /metrics is served")
+    docs_enabled: bool = Field(True, description=f"{BOOL}: whether /docs and /openapi.json are served")
+    metrics_enabled: bool = Field(True, description=f"{BOOL}: whether /metrics is served")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="one of debug, info, warning, error"
     )
 
     secret_key: Token | None = Field(
-        None, description=f"what tokens are derived from, the same for all replicas; made once if not given, {_KEY}"
+        None, description=f"what tokens are derived from, the same for all replicas; made once if not given, {KEY}"
     )
-    admin_key: Token | None = Field(None, description=f"the first key of the REST API, {_KEY}")
-    webhook_secret: Annotated[SecretStr, AfterValidator(_webhook_secret)] | None = Field(
+    admin_key: Token | None = Field(None, description=f"the first key of the REST API, {KEY}")
+    webhook_secret: WebhookSecret | None = Field(
         None, description="a Standard Webhooks secret: whsec_ and 24…64 random bytes in base64"
     )
 
-    notify_secret: Annotated[SecretStr, AfterValidator(_webhook_secret)] | None = Field(
+    notify_secret: WebhookSecret | None = Field(
         None,
         description="a Standard Webhooks secret that notifications are signed with: whsec_ and 24…64 random bytes in "
         "base64; without it webhook_secret is taken",
     )
     notify_allow_private: bool = Field(
-        False, description=f"{_BOOL}: whether notifications may go to private and loopback addresses"
+        False, description=f"{BOOL}: whether notifications may go to private and loopback addresses"
     )
-    aws_topic_arns: Annotated[list[TopicArn], NoDecode, BeforeValidator(_names)] = Field(
+    aws_topic_arns: TopicArns = Field(
         default_factory=list,
         description="ARNs of SNS topics that may send notices, with commas between: arn:aws:sns:REGION:ACCOUNT:NAME",
     )
@@ -200,31 +100,31 @@ class Settings(BaseSettings):
         pattern=r"^[a-z0-9][a-z0-9-]{0,31}$",
         description="1…32 small letters, digits or dashes; it marks our instances in the provider's account",
     )
-    providers: Annotated[list[ProviderName], NoDecode, BeforeValidator(_names)] = Field(
+    providers: ProviderNames = Field(
         ["marketplace"], min_length=1, description="names of providers with commas between, such as marketplace,vastai"
     )
-    vastai_url: HttpUrl = Field("https://console.vast.ai", description=_URL)
-    vastai_api_key: Token | None = Field(None, description=f"a vast.ai API key, {_KEY}")
-    runpod_api_key: Token | None = Field(None, description=f"a RunPod API key, {_KEY}")
+    vastai_url: HttpUrl = Field("https://console.vast.ai", description=URL)
+    vastai_api_key: Token | None = Field(None, description=f"a vast.ai API key, {KEY}")
+    runpod_api_key: Token | None = Field(None, description=f"a RunPod API key, {KEY}")
     ec2_config: Folder | None = Field(None, description="a TOML file with region, image_id and more for EC2 spot")
     gcp_config: Folder | None = Field(None, description="a TOML file with project, boot_image and more for GCP spot")
     static_machines: Folder | None = Field(None, description="a TOML file that lists machines of your own")
-    marketplace_url: HttpUrl = Field("http://127.0.0.1:8090", description=_URL)
-    marketplace_api_key: Token | None = Field(None, description=f"the local marketplace's key, {_KEY}")
+    marketplace_url: HttpUrl = Field("http://127.0.0.1:8090", description=URL)
+    marketplace_api_key: Token | None = Field(None, description=f"the local marketplace's key, {KEY}")
     marketplace_control: bool = Field(
-        False, description=f"{_BOOL}: whether the local marketplace takes orders to interrupt machines and move prices"
+        False, description=f"{BOOL}: whether the local marketplace takes orders to interrupt machines and move prices"
     )
 
-    tick_seconds: Seconds = Field(10, description=f"time between two rounds of the loop, {_SECONDS}")
-    offer_refresh_seconds: Seconds = Field(30, description=f"age at which offers are read anew, {_SECONDS}")
-    reconcile_seconds: Seconds = Field(60, description=f"time between two looks at a provider's list, {_SECONDS}")
-    heartbeat_seconds: Seconds = Field(10, description=f"time between a node's heartbeats, {_SECONDS}")
+    tick_seconds: Seconds = Field(10, description=f"time between two rounds of the loop, {SECONDS}")
+    offer_refresh_seconds: Seconds = Field(30, description=f"age at which offers are read anew, {SECONDS}")
+    reconcile_seconds: Seconds = Field(60, description=f"time between two looks at a provider's list, {SECONDS}")
+    heartbeat_seconds: Seconds = Field(10, description=f"time between a node's heartbeats, {SECONDS}")
     heartbeat_timeout_seconds: Seconds = Field(
-        30, validate_default=True, description=f"silence after which a node is lost, {_SECONDS}"
+        30, validate_default=True, description=f"silence after which a node is lost, {SECONDS}"
     )
-    join_timeout_seconds: Seconds = Field(600, description=f"time from renting until a node must join, {_SECONDS}")
+    join_timeout_seconds: Seconds = Field(600, description=f"time from renting until a node must join, {SECONDS}")
     settle_seconds: Seconds = Field(
-        90, description=f"time after which a create call whose outcome is unknown has left nothing behind, {_SECONDS}"
+        90, description=f"time after which a create call whose outcome is unknown has left nothing behind, {SECONDS}"
     )
     first_nodes: int = Field(
         3, ge=1, le=1000, description="machines that share a job's target until one of them was measured, 1…1000"
@@ -234,10 +134,10 @@ class Settings(BaseSettings):
         description="share of its time that a learner may wait before capacity is added, 0…0.5; 0: Eq. 2 alone decides",
     )  # fmt: skip
     min_lease_seconds: Seconds = Field(
-        120, description=f"time before which no lease is given back for its price or for surplus, {_SECONDS}"
+        120, description=f"time before which no lease is given back for its price or for surplus, {SECONDS}"
     )
     wind_down_seconds: Seconds = Field(
-        120, description=f"time that it takes to end a job in order; its cost is always kept back, {_SECONDS}"
+        120, description=f"time that it takes to end a job in order; its cost is always kept back, {SECONDS}"
     )
     max_usd_per_hour: Usd | None = Field(
         None, description="dollars an hour, above 0, that all jobs together may cost at most; without it no limit"
@@ -249,7 +149,7 @@ class Settings(BaseSettings):
         1, ge=0, le=720, allow_inf_nan=False,
         description="hours, 0…720, that a provider's credit must last at what runs there: else nothing more is rented",
     )  # fmt: skip
-    charges_seconds: Seconds = Field(3600, description=f"time between two looks at a provider's bill, {_SECONDS}")
+    charges_seconds: Seconds = Field(3600, description=f"time between two looks at a provider's bill, {SECONDS}")
     lease_hours: float = Field(
         6, gt=0, le=720, allow_inf_nan=False, description="hours, above 0 and at most 720, after which a lease ends"
     )
@@ -315,7 +215,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments win over the environment, and that over the file."""
-        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_config())
+        return init_settings, env_settings, InitSettingsSource(settings_cls, read_config(settings_cls.model_fields))
 
 
 PROVIDER_NEEDS: Mapping[str, str] = {
@@ -337,7 +237,9 @@ def load_settings(**overrides: object) -> Settings:
         return Settings(**overrides)  # type: ignore[arg-type]
     except ValidationError as error:
         from_file = (
-            set(_read_config()) - set(overrides) - {n for n in Settings.model_fields if os.environ.get(_name(n))}
+            set(read_config(Settings.model_fields))
+            - set(overrides)
+            - {n for n in Settings.model_fields if os.environ.get(_name(n))}
         )
         # A default that rests on a wrong value can't be made; that says nothing new.
         lines = [_explain(e, from_file) for e in error.errors() if e["type"] != "default_factory_not_called"]
@@ -355,37 +257,8 @@ def require_providers(settings: Settings, known: Collection[str]) -> None:
             raise SettingsError(f"{_name(needed)}: is not set, but ECHO2_PROVIDERS names {name}; expected {expected}")
 
 
-def _own_url(host: str, port: int) -> str:
-    host = _WILDCARDS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def _name(field: str) -> str:
     return PREFIX + field.upper()
-
-
-def _read_config() -> dict[str, Any]:
-    """The file named by ECHO2_CONFIG; nothing if it names none. Raises SettingsError."""
-    path = os.environ.get(CONFIG_VARIABLE)
-    if not path:
-        return {}
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{CONFIG_VARIABLE}: {path!r}: {error.strerror}; expected a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        what = " ".join(str(error).split())
-        raise SettingsError(
-            f"{CONFIG_VARIABLE}: {path!r} is not TOML: {what}; expected lines like port = 8080"
-        ) from None
-    for key in values:
-        if key not in Settings.model_fields:
-            close = difflib.get_close_matches(key, Settings.model_fields, n=1)
-            hint = (
-                f"; did you mean {close[0]!r}?" if close else f"; expected some of {', '.join(Settings.model_fields)}"
-            )
-            raise SettingsError(f"{CONFIG_VARIABLE}: {path!r} has the unknown key {key!r}{hint}")
-    return values
 
 
 def _explain(error: Mapping[str, Any], from_file: Collection[str]) -> str:

@@ -25,8 +25,9 @@ from scipy.sparse import coo_array, vstack
 
 from app.fleet.activation import Candidate, cheapest_cover, prefix
 from app.fleet.estimates import Measurement, Workload, gpu_table
+from app.fleet.priced import JobView
 from app.fleet.pricing import Traffic
-from app.fleet.ranking import JobView, rank
+from app.fleet.ranking import rank
 from app.protocol.job import JobSpec
 from providers.base import Billing, Offer
 

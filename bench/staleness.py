@@ -40,7 +40,8 @@ from app.learner.model import LoadedModel, load, unique_weights
 from app.learner.sampling import eos_ids, sample
 from app.learner.tiny import tiny_model
 from app.learner.trainer import GRPOTrainer
-from app.protocol.job import JobSpec, LossName
+from app.protocol.job import JobSpec
+from app.protocol.learner_spec import LossName
 from app.protocol.trajectory import Rollout
 from app.tasks.base import Task
 from app.tasks.prompts import decode, encode_prompt

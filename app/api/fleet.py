@@ -12,7 +12,8 @@ from app.api.deps import CallerDep, Services, ServicesDep
 from app.api.paging import Limit
 from app.api.tables import table, text_response, wants_text
 from app.fleet.offers import TEXT_COLUMNS, default_view, offer_view, ranked_for, text_row
-from app.fleet.ranking import JobView, barred
+from app.fleet.priced import JobView
+from app.fleet.ranking import barred
 from app.fleet.sight import job_view
 from app.protocol.base import usd
 from app.protocol.job import FINAL_STATUSES

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.fleet import bids
-from app.fleet.cover import Candidate, cheapest_cover, prefix
+from app.fleet.candidates import Candidate
+from app.fleet.cover import cheapest_cover, prefix
 
 __all__ = ["Candidate", "Decision", "Policy", "Running", "cheapest_cover", "decide", "prefix"]
 

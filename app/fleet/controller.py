@@ -22,8 +22,9 @@ from app.fleet.leases import Choice, Leases
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.market import Market, matches
 from app.fleet.nodes import Nodes
+from app.fleet.priced import JobView
 from app.fleet.purse import Room
-from app.fleet.ranking import JobView, Ranking
+from app.fleet.ranking import Ranking
 from app.fleet.spending import Spending
 from app.fleet.work import Work
 from app.protocol.base import usd

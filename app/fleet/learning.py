@@ -13,7 +13,7 @@ from typing import Literal
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import money, replay, staleness
+from app.fleet import money, replay, staleness, trajectories
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
 from app.fleet.estimates import smooth, weight
@@ -33,14 +33,11 @@ from app.protocol.learner import (
     StartRequest,
     StepReport,
     TrajectoryPage,
-    TrajectoryRef,
 )
 from app.protocol.node import NodeState
-from app.storage.models import Evaluation, ItemStatus, Job, Lease, Node, SnapshotRow, Step, Trajectory, WorkItem
+from app.storage.models import Evaluation, Job, Lease, Node, SnapshotRow, Step
 
 log = logging.getLogger(__name__)
-
-PAGE = 64
 
 
 class Learning:
@@ -115,40 +112,11 @@ class Learning:
             async with self.core.db.read() as session:
                 job = await self._job(session, job_id)
                 self._fence(job, epoch)
-                page = await self._page(session, job, after)
+                page = await trajectories.page(session, job, after)
             left = deadline - self.core.clock()
             if page.items or left <= 0:
                 return page
             await self.core.signals.wait(news, min(left, 5.0))
-
-    async def _page(self, session: AsyncSession, job: Job, after: int) -> TrajectoryPage:
-        accepted = (WorkItem.job_id == job.id) & (WorkItem.status == ItemStatus.ACCEPTED)
-        # Only files that still have something: a learner that starts anew must not page through the job's whole past.
-        files = list(
-            await session.scalars(
-                select(Trajectory)
-                .where(
-                    Trajectory.job_id == job.id,
-                    Trajectory.seq > after,
-                    Trajectory.seq.in_(select(WorkItem.trajectory_seq).where(accepted)),
-                )
-                .order_by(Trajectory.seq)
-                .limit(PAGE)
-            )
-        )
-        groups: dict[int, list[str]] = {}
-        query = select(WorkItem.trajectory_seq, WorkItem.id).where(
-            accepted, WorkItem.trajectory_seq.in_([f.seq for f in files])
-        )
-        for seq, item in (await session.execute(query)).tuples():
-            groups.setdefault(seq or 0, []).append(item)
-        items = [
-            TrajectoryRef(
-                seq=f.seq, key=f.key, size=f.size, blake3=f.blake3, node_id=f.node_id, work_items=sorted(groups[f.seq])
-            )
-            for f in files
-        ]
-        return TrajectoryPage(items=items, cursor=files[-1].seq if files else after)
 
     async def published(self, job_id: str, epoch: int, report: Published) -> LearnerDirectives:
         """A version can be pulled; told again once it is in the object store too."""

@@ -17,7 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import lives
 from app.fleet.core import Core
-from app.fleet.ranking import JobView, Known, Ranking, rank
+from app.fleet.priced import JobView, Known
+from app.fleet.ranking import Ranking, rank
 from app.storage.models import Cooldown, Lease, SpotPrice
 from providers.base import Billing, Offer, OfferQuery, ProviderError
 

@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from app.fleet.estimates import Workload
+from app.fleet.priced import JobView, Priced
 from app.fleet.pricing import Traffic
-from app.fleet.ranking import JobView, Priced
 from app.protocol.base import usd
 from app.protocol.job import JobSpec, TaskSpec
 

@@ -8,105 +8,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.fleet import bids, cover, pricing
-from app.fleet.estimates import Estimate, Measurement, Workload, estimate, prior
-from app.fleet.lives import LONGEST_H, PRIOR_H, Lives
-from app.protocol.base import micros
-from app.protocol.job import JobSpec
+from app.fleet import bids, pricing
+from app.fleet.candidates import Candidate, band
+from app.fleet.estimates import Estimate, estimate, prior
+from app.fleet.priced import JobView, Known, Priced
 from providers.base import Billing, Offer
 
 MIN_LIFE_S = 1800.0
 LEAD_S = 120.0
-SETUP_S = 60.0
-"""From the create call to the first rollout, without what has to be downloaded."""
 
 _FACTS = attrgetter(
     "compute_micros_h", "disk_micros_gb_month", "download_micros_gb", "upload_micros_gb", "down_mbps", "reliability"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class JobView:
-    """What ranking needs to know of a job."""
-
-    spec: JobSpec
-    load: Workload
-    traffic: pricing.Traffic
-    measured: tuple[Measurement, ...] = ()
-    setup_s: float = SETUP_S
-    model_bytes: float = 0.0
-    """A machine downloads them once in its life."""
-    image_bytes: Mapping[str, float] = field(default_factory=dict)
-    """The same by provider, for those whose machines pull an image."""
-    lives: Lives | None = None
-    """What was seen of machines; None: only the guess."""
-
-    @property
-    def cap(self) -> int | None:
-        """The user's, micro-dollars per hour of rent."""
-        most = self.spec.fleet.max_price_per_hour
-        return None if most is None else micros(most)
-
-    def start_bytes(self, provider: str) -> float:
-        """Image and model."""
-        return self.image_bytes.get(provider, 0.0) + self.model_bytes
-
-    def start_s(self, provider: str, down_mbps: float) -> float:
-        """From renting to the first rollout on such a link."""
-        return pricing.start_s(self.setup_s, self.start_bytes(provider), down_mbps)
-
-    def life_h(self, provider: str, gpu_name: str, machine_id: str = "") -> float:
-        """Expected hours, without the host's own end."""
-        if self.lives is None:
-            return min(PRIOR_H[self.spec.fleet.interruptible], LONGEST_H)
-        return self.lives.of(provider, gpu_name, machine_id)
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """An offer with what it would cost and do for a job."""
-
-    offer: Offer
-    rate_micros_h: int
-    """The bid, or the fixed price."""
-    price: pricing.Effective
-    estimate: Estimate
-    availability: float
-    excluded: str = ""
-    """Why the job may not rent it; empty if it may."""
-    usual: int | None = None
-    """`price.total` at what the machine cost over the last hour or so; None while it was seen only once."""
-    on_demand: int | None = None
-    """Rent of the same machine on demand, where that is known: no bid goes above it."""
-
-    @property
-    def mu(self) -> float:
-        """Effective: times availability."""
-        return self.estimate.mu * self.availability
-
-    @property
-    def rho(self) -> float:
-        """Dollars per hour for one rollout per second."""
-        return pricing.rho(self.price.total, self.mu)
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What the market knows besides the offers."""
-
-    usual: Mapping[int, float] = field(default_factory=dict)
-    """Row of an offer → what its compute usually costs."""
-    on_demand: Mapping[int, int] = field(default_factory=dict)
-    """Row of an offer → rent of the same machine on demand."""
-    barred: Mapping[int, str] = field(default_factory=dict)
-    """Row of an offer → why its machine is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +100,7 @@ class Ranking(Sequence[Priced]):
 
     def candidates(
         self, slots: int, *, most: float = float("inf"), allows: Callable[[str, int], bool] = lambda *_: True
-    ) -> list[cover.Candidate]:
+    ) -> list[Candidate]:
         """Those that can be in a cheapest set of up to `slots` machines, as the decision sees them, by ρ.
 
         Each counts for at most `most` rollouts/s. `allows(provider, price)` says what may be paid; what it refuses, it
@@ -190,9 +110,9 @@ class Ranking(Sequence[Priced]):
         price, mu = table.parts.total[rows], np.minimum(table.mu[rows], most)
         lasting = np.fmax(price, table.lasting[rows])
         names = [f"{o.provider}:{o.machine_id}" for o in (table.offers[row] for row in rows.tolist())]
-        kept = cover.band(price, mu, names, slots)
+        kept = band(price, mu, names, slots)
         if not np.array_equal(price, lasting):
-            kept |= cover.band(lasting, mu, names, slots)
+            kept |= band(lasting, mu, names, slots)
         out = []
         for at in np.flatnonzero(kept).tolist():
             row = int(rows[at])
@@ -200,7 +120,7 @@ class Ranking(Sequence[Priced]):
             key = f"{offer.provider}:{offer.offer_id}"
             self._rows[key] = row
             out.append(
-                cover.Candidate(
+                Candidate(
                     key, names[at], int(price[at]), float(mu[at]), None if usual != usual else round(usual),
                     float(table.parts.start_s[row]),
                 )

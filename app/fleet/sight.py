@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.fleet import activation, bids, estimates, pricing
-from app.fleet.ranking import JobView, lead_s
+from app.fleet.priced import JobView
+from app.fleet.ranking import lead_s
 from app.protocol.base import usd
 from app.protocol.job import JobSpec
 from app.protocol.node import NodeState

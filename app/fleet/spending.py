@@ -17,8 +17,8 @@ from app.fleet.core import Core
 from app.fleet.leases import Choice
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.nodes import Nodes
+from app.fleet.priced import Priced
 from app.fleet.purse import Room
-from app.fleet.ranking import Priced
 from app.fleet.sight import Seen
 from app.protocol.base import usd
 from app.protocol.job import JobStatus

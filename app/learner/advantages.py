@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.protocol.job import RewardScale
+from app.protocol.learner_spec import RewardScale
 
 EPSILON = 1e-4
 

@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +52,8 @@ class Progress(Strict):
     best_step: int | None = Field(default=None, ge=0)
     """The step with the best held-out reward so far; its checkpoint stays."""
     best_reward: float | None = None
+    candidate_step: int | None = Field(default=None, ge=0)
+    """The version that the fleet evaluates now; its checkpoint stays until the result is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int = 2, after: Callable[[
         after("mkdir")
         _write(part, checkpoint, after)
         _swap(root, part, target, after)
-        _prune(root, keep, checkpoint.progress.best_step)
+        _prune(root, keep, {checkpoint.progress.best_step, checkpoint.progress.candidate_step})
     except OSError as error:
         raise LearnerError(f"the checkpoint of step {checkpoint.progress.step} can't be written: {error}") from error
     return target
@@ -160,9 +162,9 @@ def _swap(root: Path, part: Path, target: Path, after: Callable[[str], None]) ->
     fsync_path(root)
 
 
-def _prune(root: Path, keep: int, best: int | None) -> None:
+def _prune(root: Path, keep: int, wanted: Set[int | None]) -> None:
     whole = [folder for folder in _committed(root) if folder.suffix != ".old"]
-    kept = {*whole[:keep], *(folder for folder in whole if int(folder.name) == best)}
+    kept = {*whole[:keep], *(folder for folder in whole if int(folder.name) in wanted)}
     for path in root.iterdir():
         if path.is_dir() and path not in kept:
             shutil.rmtree(path, ignore_errors=True)

@@ -73,6 +73,9 @@ class Loop:
         self._copy_s = 0.0
         self._idle_s = 0.0
         self._reward: tuple[int, float] | None = None
+        """Step and value of the newest held-out reward, whoever measured it."""
+        self._own: tuple[int, float] | None = None
+        """The newest that this process measured."""
         self.position = position
 
     def run(self) -> Ending:
@@ -92,10 +95,10 @@ class Loop:
     def evaluate(self, *, final: bool = False) -> float:
         """Held-out reward of the current weights, reported. The same weights are not sampled twice."""
         step = self._trainer.steps
-        if self._reward is None or self._reward[0] != step:
+        if self._own is None or self._own[0] != step:
             self._status.set("evaluating", step)
-            self._reward = (step, self._evaluate())
-        reward = self._reward[1]
+            self._own = self._reward = (step, self._evaluate())
+        reward = self._own[1]
         initial = self.position.evaluated < 0 and step == 0
         self.position.evaluated = step
         report = EvalReport(step=step, reward=reward, prompts=self._eval_prompts, initial=initial, final=final)
@@ -121,6 +124,7 @@ class Loop:
             evals=evals,
             best_step=None if self.position.best is None else self.position.best[0],
             best_reward=None if self.position.best is None else self.position.best[1],
+            candidate_step=self.position.candidate,
         )
         return Checkpoint(progress, state.weights, state.optimizer, torch.random.get_rng_state())
 
@@ -154,6 +158,8 @@ class Loop:
         every = self._spec.learner.checkpoint_every
         publish = self._publish_due(step)
         keep = publish if every is None else step % every == 0
+        if publish and self._exam_due(step):
+            self.position.candidate, self.position.evaluated, keep = step, step, True
         began = self._clock()
         if publish or keep:
             state = self._trainer.snapshot()
@@ -250,6 +256,7 @@ class Loop:
 
     def _stop_rule(self) -> Ending | None:
         stop = self._spec.stop
+        self._hear()
         if stop.steps is not None and self._trainer.steps >= stop.steps:
             return Ending("succeeded", f"{stop.steps} steps are done")
         if stop.target_reward is not None and self._reward is not None and self._reward[1] >= stop.target_reward:
@@ -263,8 +270,25 @@ class Loop:
         return self._spec.stop.max_hours is not None and self.position.active_s >= self._spec.stop.max_hours * 3600
 
     def _eval_due(self) -> bool:
-        step = self._trainer.steps
-        return step % self._spec.learner.eval_every == 0 and self.position.evaluated < step
+        step, learner = self._trainer.steps, self._spec.learner
+        return learner.eval_by == "learner" and step % learner.eval_every == 0 and self.position.evaluated < step
+
+    def _exam_due(self, step: int) -> bool:
+        """Whether the fleet will evaluate this version: the first that is published at or after each multiple."""
+        learner = self._spec.learner
+        return learner.eval_by == "fleet" and step // learner.eval_every > self.position.evaluated // learner.eval_every
+
+    def _hear(self) -> None:
+        """What the fleet's evaluation said: for the stop rule, and for which checkpoint is the best."""
+        said = self._directives.current()
+        if said.evaluated_step is None or said.evaluated_reward is None:
+            return
+        if self._reward is None or said.evaluated_step > self._reward[0]:
+            self._reward = (said.evaluated_step, said.evaluated_reward)
+        if said.evaluated_step == self.position.candidate:
+            self.position.candidate = None
+            if self.position.best is None or said.evaluated_reward > self.position.best[1]:
+                self.position.best = (said.evaluated_step, said.evaluated_reward)
 
     def _tick(self) -> None:
         """Count the job's time, pauses left out."""

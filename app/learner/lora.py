@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from app.protocol.errors import BadInput, LearnerError
-from app.protocol.job import LoraSpec
+from app.protocol.learner_spec import LoraSpec
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

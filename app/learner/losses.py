@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.learner import weights
-from app.protocol.job import LearnerSpec, LossName
+from app.protocol.learner_spec import LearnerSpec, LossName
 
 WHOLE_STEP: frozenset[LossName] = frozenset({"m2po", "m2po_clip", "bapo"})
 """Losses that need `whole_step`: one more forward pass, without gradient, over the step."""

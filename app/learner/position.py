@@ -60,3 +60,5 @@ class Position:
     active_s: float = 0.0
     best: tuple[int, float] | None = None
     """Step and value of the best held-out reward; of equal ones the first."""
+    candidate: int | None = None
+    """The version that the fleet evaluates now."""

@@ -67,4 +67,10 @@ def resume(answer: StartAnswer, root: Path, trainer: Restorable, buffer: ReplayB
     best = None
     if progress.best_step is not None and progress.best_reward is not None:
         best = (progress.best_step, progress.best_reward)
-    return Position(evaluated=progress.evaluated, active_s=progress.active_s, last_publish=progress.step, best=best)
+    return Position(
+        evaluated=progress.evaluated,
+        active_s=progress.active_s,
+        last_publish=progress.step,
+        best=best,
+        candidate=progress.candidate_step,
+    )

@@ -22,6 +22,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Spec(Strict):
+    """A part of what users write: no number in it is infinite or NaN."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
 class Lenient(BaseModel):
     """An answer that later versions may extend: unknown fields are ignored by older readers."""
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from app.learner.parallel import launch
 from app.learner.parallel.ranks import Ranks
 from app.protocol.errors import BadInput
-from app.protocol.job import LearnerSpec
+from app.protocol.learner_spec import LearnerSpec
 
 
 def needs_shards(spec: LearnerSpec, ranks: Ranks) -> bool:

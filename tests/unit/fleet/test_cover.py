@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.cover import FAST_ENOUGH, Candidate, band, cheapest_cover, prefix
+from app.fleet.candidates import Candidate, band
+from app.fleet.cover import FAST_ENOUGH, cheapest_cover, prefix
 
 
 def cost(chosen: list[Candidate]) -> int:

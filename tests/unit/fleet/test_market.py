@@ -11,8 +11,9 @@ import pytest
 from app.fleet.estimates import Workload
 from app.fleet.lives import PRIOR_H
 from app.fleet.market import matches
+from app.fleet.priced import JobView, Known
 from app.fleet.pricing import Traffic, availability
-from app.fleet.ranking import JobView, Known, price_offer, rank
+from app.fleet.ranking import price_offer, rank
 from app.protocol.job import JobSpec
 from providers.base import Billing, Offer
 from providers.vastai import VastAI

@@ -37,8 +37,15 @@ def test_scores_of_an_exam() -> None:
 
 @pytest.mark.parametrize(
     ("version", "every", "last", "expected"),
-    [(0, 20, 0, False), (18, 20, 0, False), (20, 20, 0, True), (22, 20, 20, False), (22, 20, 18, True), (41, 20, 22, True)],
-)  # fmt: skip
+    [
+        (0, 20, 0, False),
+        (18, 20, 0, False),
+        (20, 20, 0, True),
+        (22, 20, 20, False),
+        (22, 20, 18, True),
+        (41, 20, 22, True),
+    ],
+)
 def test_the_first_version_at_or_after_each_multiple_is_evaluated(
     version: int, every: int, last: int, expected: bool
 ) -> None:

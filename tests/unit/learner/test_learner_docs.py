@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from app.learner.trainer import GRPOTrainer
-from app.protocol.job import LearnerSpec, LossName
+from app.protocol.learner_spec import LearnerSpec, LossName
 from tests.unit.learner.samples import batch, job, random_model
 
 PAGE = (Path(__file__).parents[3] / "docs" / "learner.md").read_text()

@@ -85,7 +85,7 @@ class Rig:
 
 
 def test_steps_until_the_stop_rule(tmp_path: Path):
-    with Rig(tmp_path, learner={"eval_every": 3}) as rig:
+    with Rig(tmp_path, learner={"eval_every": 3, "eval_by": "learner"}) as rig:
         rig.feed(9, version=2)
         ending = rig.run()
     assert (ending.kind, ending.reason) == ("succeeded", "4 steps are done")
@@ -207,7 +207,7 @@ def test_a_resumed_learner_does_not_publish_an_old_number_again(tmp_path: Path):
 
 def test_an_evaluation_that_was_lost_is_made_up_for(tmp_path: Path):
     position = Position(evaluated=0, published=4, last_publish=4)
-    with Rig(tmp_path, stop={"steps": 4}, learner={"eval_every": 2}, position=position) as rig:
+    with Rig(tmp_path, stop={"steps": 4}, learner={"eval_every": 2, "eval_by": "learner"}, position=position) as rig:
         rig.trainer.steps = 4
         rig.run()
     assert rig.evaluations == [4]
@@ -221,7 +221,7 @@ def test_hours_end_it_even_without_rollouts(tmp_path: Path):
 
 
 def test_the_final_evaluation_reuses_a_fresh_one(tmp_path: Path):
-    with Rig(tmp_path, stop={"steps": 2}, learner={"eval_every": 2}) as rig:
+    with Rig(tmp_path, stop={"steps": 2}, learner={"eval_every": 2, "eval_by": "learner"}) as rig:
         rig.feed(4)
         rig.run()
         rig.loop.evaluate(final=True)
@@ -330,7 +330,7 @@ def test_steps_tell_what_was_dropped_by_reason_and_age(tmp_path: Path):
 
 def test_the_best_evaluation_keeps_its_checkpoint(tmp_path: Path):
     rewards = {0: 0.2, 2: 0.5, 4: 0.5, 6: 0.4}
-    with Rig(tmp_path, stop={"steps": 6}, learner={"eval_every": 2}) as rig:
+    with Rig(tmp_path, stop={"steps": 6}, learner={"eval_every": 2, "eval_by": "learner"}) as rig:
         rig.loop._evaluate = lambda: rewards[rig.trainer.steps]
         rig.feed(12, version=5)
         rig.run()
@@ -348,3 +348,38 @@ def test_a_replayed_step_waits_for_its_own_groups(tmp_path: Path):
         rig.run()
         timer.join(5)
     assert rig.trainer.seen == [["w3", "w0"], ["w1", "w2"]]
+
+
+def told(rig: Rig, step: int, reward: float) -> None:
+    """The fleet has evaluated v_step; the next answer of the control service says so."""
+    rig.control.word = rig.control.word.model_copy(update={"evaluated_step": step, "evaluated_reward": reward})
+    rig.directives.update(rig.control.word)
+
+
+def test_the_learner_does_not_stop_for_an_evaluation_by_the_fleet(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 6}, learner={"eval_every": 3}) as rig:
+        rig.feed(12, version=5)
+        rig.run()
+    assert rig.evaluations == [0], "v0 only"
+    assert rig.position.candidate == 6
+    kept = [c.progress for c in rig.saved]
+    assert 4 in [p.step for p in kept if p.candidate_step == 4], "the first version published after step 3"
+
+
+def test_what_the_fleet_measured_ends_the_job_and_picks_the_best_checkpoint(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 100, "target_reward": 0.6}, learner={"eval_every": 2}) as rig:
+        rig.position.candidate = 2
+        told(rig, 2, 0.5)
+        rig.feed(2, version=3)
+
+        def later() -> None:
+            told(rig, 4, 0.7)
+            rig.feed(2, version=3)
+
+        timer = threading.Timer(0.5, later)
+        timer.start()
+        ending = rig.run()
+        timer.join(5)
+    assert ending.kind == "succeeded"
+    assert "0.700 reached 0.6" in ending.reason
+    assert rig.position.best == (2, 0.5), "v4 was not this learner's candidate: there is no checkpoint of it"

@@ -12,7 +12,7 @@ from app.learner.lora import adapter_weights, add_adapter, merge, save_adapter
 from app.learner.model import trained_weights, unique_weights
 from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import BadInput
-from app.protocol.job import LearnerSpec, LoraSpec
+from app.protocol.learner_spec import LearnerSpec, LoraSpec
 from tests.unit.learner.samples import batch, job, random_model
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

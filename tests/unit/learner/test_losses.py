@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.learner import weights
 from app.learner.losses import WHOLE_STEP, Limits, Surrogate, Tokens, surrogate, whole_step
-from app.protocol.job import LearnerSpec, LossName
+from app.protocol.learner_spec import LearnerSpec, LossName
 
 LOSSES = get_args(LossName)
 SPEC = LearnerSpec(loss="ppo_clip")

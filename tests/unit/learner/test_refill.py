@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from app.learner.buffer import ReplayBuffer
 from app.learner.refill import Spare, extra
-from app.protocol.job import LearnerSpec
+from app.protocol.learner_spec import LearnerSpec
 from tests.unit.learner.samples import group
 
 SIGNAL, SILENT = (0.0, 1.0), (1.0, 1.0)

@@ -14,7 +14,7 @@ from app.learner.buffer import Group
 from app.learner.model import unique_weights
 from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import LearnerError
-from app.protocol.job import LossName
+from app.protocol.learner_spec import LossName
 from app.protocol.trajectory import Rollout
 from tests.unit.learner.samples import batch, group, job, random_model
 

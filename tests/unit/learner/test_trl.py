@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.learner.losses import Tokens, surrogate
-from app.protocol.job import LearnerSpec
+from app.protocol.learner_spec import LearnerSpec
 
 trl = pytest.importorskip("trl", reason="a virtual environment from before TRL was a test dependency: make install")
 ROWS, WIDTH = 6, 9

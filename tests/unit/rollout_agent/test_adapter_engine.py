@@ -12,7 +12,7 @@ import torch
 
 from app.learner.lora import adapter_weights, add_adapter
 from app.protocol.errors import BadInput, IntegrityError
-from app.protocol.job import LoraSpec
+from app.protocol.learner_spec import LoraSpec
 from app.rollout_agent.engines.transformers import TransformersEngine
 from app.snapshots.manifest import ADAPTER_ASSET, new_key
 from tests.unit.rollout_agent.test_transformers_engine import ENDS, PROMPTS, requests
