@@ -124,7 +124,7 @@ def build_services(
         jobs=Jobs(core, lifecycle, check_task),
         nodes=node_service,
         work=work,
-        learning=Learning(core, exams),
+        learning=Learning(core, exams, node_service),
         market=market,
         controller=controller,
         reconciler=reconciler,

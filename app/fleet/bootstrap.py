@@ -22,9 +22,14 @@ def onstart(package: str) -> str:
     return _SCRIPT.format(package=shell_quote(package))
 
 
-def environment(*, control_url: str, join_token: str, engine: str) -> dict[str, str]:
+OWN_MACHINES = frozenset({"static", "marketplace"})
+"""Providers whose machines are the user's own: nothing of their systems is changed."""
+
+
+def environment(*, control_url: str, join_token: str, engine: str, provider: str) -> dict[str, str]:
     """Environment of the machine."""
-    return {"ECHO2_CONTROL_URL": control_url, "ECHO2_JOIN_TOKEN": join_token, "ECHO2_ENGINE": engine}
+    told = {"ECHO2_CONTROL_URL": control_url, "ECHO2_JOIN_TOKEN": join_token, "ECHO2_ENGINE": engine}
+    return told if provider in OWN_MACHINES else {**told, "ECHO2_TUNE_NETWORK": "1"}
 
 
 def shell_quote(text: str) -> str:

@@ -72,7 +72,7 @@ class Commits:
             return await self._commit_exam(node_id, request, job, spec)
         sizes = dict.fromkeys(request.work_items, spec.batch.group_size)
         expected = self._expected(node_id, items, request, sizes)
-        table = await self._checked(request, expected, job, spec.sampling.max_tokens)
+        table = await self._checked(request, expected, job, spec)
         return await self._accept(node_id, request, trajectory.oldest_versions(table), spec)
 
     async def _commit_exam(self, node_id: str, request: CommitRequest, job: Job, spec: JobSpec) -> CommitAnswer:
@@ -80,7 +80,7 @@ class Commits:
         async with self.core.db.read() as session:
             items = list(await session.scalars(select(ExamItem).where(ExamItem.id.in_(request.work_items))))
         expected = self._expected(node_id, items, request, {i.id: i.samples for i in items})
-        table = await self._checked(request, expected, job, spec.sampling.max_tokens)
+        table = await self._checked(request, expected, job, spec)
         async with self.core.db.write() as session:
             job = (await session.scalars(select(Job).where(Job.id == job.id))).one()
             taken = await self.exams.accept(session, job, node_id, exam_answers(table))
@@ -89,7 +89,7 @@ class Commits:
         return CommitAnswer(accepted=taken, late=sorted(set(request.work_items) - set(taken)))
 
     async def _checked(
-        self, request: CommitRequest, expected: dict[str, trajectory.Expected], job: Job, max_tokens: int
+        self, request: CommitRequest, expected: dict[str, trajectory.Expected], job: Job, spec: JobSpec
     ) -> pa.Table:
         """The file's table, held against what was leased.
 
@@ -102,7 +102,7 @@ class Commits:
             async with self.core.db.read() as session:
                 newest = await session.scalar(select(Job.published_version).where(Job.id == job.id))
             try:
-                return await asyncio.to_thread(self._check_file, request, expected, newest or 0, max_tokens)
+                return await asyncio.to_thread(self._check_file, request, expected, newest or 0, spec)
             except Refused as refusal:
                 left = give_up - asyncio.get_running_loop().time()
                 if refusal.reason != "future_version" or left <= 0:
@@ -124,7 +124,7 @@ class Commits:
         return expected
 
     def _check_file(
-        self, request: CommitRequest, expected: dict[str, trajectory.Expected], newest: int, max_tokens: int
+        self, request: CommitRequest, expected: dict[str, trajectory.Expected], newest: int, spec: JobSpec
     ) -> pa.Table:
         """Read and check the file in a thread."""
         if request.size > self.core.settings.max_upload_bytes:
@@ -139,7 +139,10 @@ class Commits:
             raise Refused("hash", "the object's hash is not the committed one")
         rows = sum(e.group_size for e in expected.values())
         table = trajectory.read_table(data, max_rows=rows)
-        trajectory.validate(table, expected, newest_version=newest, max_tokens=max_tokens)
+        trajectory.validate(
+            table, expected,
+            newest_version=newest, max_tokens=spec.sampling.max_tokens, quantised=spec.snapshot.quantise,
+        )  # fmt: skip
         return table
 
     async def _accept(

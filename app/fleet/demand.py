@@ -8,7 +8,7 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import capacity, estimates, sight, steering
+from app.fleet import capacity, estimates, measured, sight, steering
 from app.fleet.core import Core
 from app.protocol.job import JobSpec
 from app.protocol.node import NodeState
@@ -89,7 +89,8 @@ class Demand:
 
     def _broadcast_prior(self, seen: sight.Seen) -> float:
         """T_bcast before one was measured."""
-        links = [min(x.up_mbps, x.down_mbps) for x in seen.usable if x.up_mbps and x.down_mbps]
+        known = [(seen.nodes.get(x.id), x) for x in seen.usable]
+        links = [rate for n, x in known if (rate := min(measured.up_mbps(n, x), measured.down_mbps(n, x)))]
         size = seen.job.publish_bytes or seen.job.snapshot_bytes or 0
-        uplink = self.core.settings.learner_uplink_mbps
+        uplink = measured.learner_link(seen.job, self.core.settings.learner_uplink_mbps).mbps
         return estimates.broadcast_time(size, max(1, len(links)), uplink, min(links, default=min(uplink, 100.0)))

@@ -18,6 +18,8 @@ from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
 from app.fleet.estimates import smooth, weight
 from app.fleet.exams import Exams
+from app.fleet.measured import take_learner
+from app.fleet.roster import Roster
 from app.protocol.errors import Conflict
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.learner import (
@@ -43,9 +45,10 @@ log = logging.getLogger(__name__)
 class Learning:
     """The control service's side of the learner's protocol."""
 
-    def __init__(self, core: Core, exams: Exams) -> None:
+    def __init__(self, core: Core, exams: Exams, roster: Roster) -> None:
         self.core = core
         self.exams = exams
+        self.roster = roster
 
     async def start(self, job_id: str, request: StartRequest) -> StartAnswer:
         """A new learner process: the next epoch; older ones are fenced off from here."""
@@ -99,6 +102,8 @@ class Learning:
             finishing = beat.state == "finishing" and job.learner_state != "finishing"
             job.learner_state = beat.state
             job.bytes_from_learner = max(job.bytes_from_learner, beat.bytes_served)
+            if await take_learner(session, job, beat, self.core.settings.learner_uplink_mbps):
+                await self.roster.links_changed(session, job)
             directives = self._directives(job)
         if finishing:
             self.core.signals.notify("tick")

@@ -165,7 +165,9 @@ class Leases:
             label=lease.label,
             image=settings.agent_image,
             onstart=bootstrap.onstart(settings.agent_package),
-            env=bootstrap.environment(control_url=settings.public_url, join_token=token, engine=settings.agent_engine),
+            env=bootstrap.environment(
+                control_url=settings.public_url, join_token=token, engine=settings.agent_engine, provider=offer.provider
+            ),
             disk_gb=lease.disk_gb,
             # A host without a free port would start without the one that it promised: such a node relays to nobody.
             ports=(bootstrap.RELAY_PORT,) if offer.ports > 0 else (),

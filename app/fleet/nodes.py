@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.estimates import smooth, weight
 from app.fleet.leases import token_hash
+from app.fleet.measured import take_node
 from app.fleet.roster import LIES_TOLERATED, LIVE, PRESIGN_MAX_S, Roster
 from app.protocol.errors import Gone, Unauthorized
 from app.protocol.job import JobSpec, JobStatus
@@ -118,6 +119,8 @@ class Nodes(Roster):
                 return self._over("this node was given up; its lease is over")
             was = node.policy_version
             self._take(session, node, lease, beat)
+            if await take_node(session, job, node, lease, beat):
+                await self.links_changed(session, job)
             if beat.policy_version is not None and beat.policy_version != was:
                 finished = await self._broadcast_done(session, job)
             directives = await self._directives(session, job, lease, node)

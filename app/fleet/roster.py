@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import topology, transport
+from app.fleet import measured, topology, transport
 from app.fleet.commits import REFUSED_TOLERATED
 from app.fleet.core import Core
 from app.fleet.exams import Exams
@@ -48,11 +48,17 @@ class Roster:
         pairs = [(node, lease) for node, lease in found.all()]
         members = [
             topology.Member(
-                n.id, x.up_mbps, x.down_mbps, n.relay_url is not None, x.reliability, n.chain, n.chain_position
+                n.id,
+                measured.up_mbps(n, x),
+                measured.down_mbps(n, x),
+                n.relay_url is not None,
+                x.reliability,
+                n.chain,
+                n.chain_position,
             )
             for n, x in pairs
         ]
-        places = topology.arrange(self.core.settings.learner_uplink_mbps, members)
+        places = topology.arrange(self._uplink(job), members)
         urls = {n.id: n.relay_url or "" for n, _ in pairs}
         way = self._way(job, pairs)
         for node, _ in pairs:
@@ -66,20 +72,29 @@ class Roster:
         if way is transport.Transport.CHAIN:
             job.chain_depth_max = max(job.chain_depth_max, topology.depth(places))
 
+    async def links_changed(self, session: AsyncSession, job: Job) -> None:
+        """Links were measured to be others than they were taken for: nodes may change their places."""
+        await session.flush()
+        await self._arrange(session, job)
+
+    def _uplink(self, job: Job) -> float:
+        return measured.learner_link(job, self.core.settings.learner_uplink_mbps).mbps
+
     def _way(self, job: Job, pairs: Sequence[tuple[Node, Lease]]) -> transport.Transport:
         """How the job's snapshots travel: as the operator says, or the cheapest way for the size of the last one."""
         settings, size = self.core.settings, job.publish_bytes or job.snapshot_bytes
-        if settings.broadcast_transport != "auto":
-            return transport.Transport(settings.broadcast_transport)
+        wanted = job.spec["fleet"].get("transport") or settings.broadcast_transport
+        if wanted != "auto":
+            return transport.Transport(wanted)
         if not size:
             return transport.Transport.CHAIN
-        links = [min(x.up_mbps, x.down_mbps) for _, x in pairs if x.up_mbps and x.down_mbps]
+        links = [rate for n, x in pairs if (rate := min(measured.up_mbps(n, x), measured.down_mbps(n, x)))]
         prices = transport.Prices(
             [x.upload_micros_gb for n, x in pairs if n.relay_url is not None],
             store_egress=settings.store_egress_micros_gb,
             pool_hour=sum(x.rate_micros_h for _, x in pairs),
         )
-        uplink = settings.learner_uplink_mbps
+        uplink = self._uplink(job)
         node_mbps = statistics.median_low(links) if links else min(uplink, 100.0)
         return transport.cheapest(transport.estimate(size, len(pairs), uplink, node_mbps, prices)).transport
 

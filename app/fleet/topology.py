@@ -65,6 +65,12 @@ def _link(member: Member) -> float:
     return min(member.up_mbps, member.down_mbps)
 
 
+def _behind(member: Member, slow_below: float) -> int:
+    """0: it holds nobody up. 1: it sends slowly, which only those behind it feel. 2: it receives slowly, so that even
+    behind those it loses nothing."""
+    return 2 if member.down_mbps < slow_below else 1 if member.up_mbps < slow_below else 0
+
+
 def arrange(uplink_mbps: float, members: Sequence[Member]) -> dict[str, Place]:
     """Place every node. Those in a chain keep chain and order; newcomers go to the end of the shortest chain.
 
@@ -89,7 +95,7 @@ def arrange(uplink_mbps: float, members: Sequence[Member]) -> dict[str, Place]:
         else:
             tails[_shortest(chains, tails, streams, whole=False)] = member
     for chain in chains.values():
-        chain.sort(key=lambda m: _link(m) < slow_below)
+        chain.sort(key=lambda m: _behind(m, slow_below))
     full = {index: [*chains.get(index, []), *filter(None, [tails.get(index)])] for index in {*chains, *tails}}
     idle = {index: chain[-1] for index, chain in chains.items() if _link(chain[-1]) >= slow_below}
     return {

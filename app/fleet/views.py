@@ -15,6 +15,7 @@ from app.fleet import money, pricing
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
 from app.fleet.costs import Costs
+from app.fleet.measured import learner_link
 from app.fleet.publishes import publishes
 from app.fleet.replay import dropped_counts
 from app.protocol.base import moment, usd
@@ -42,6 +43,16 @@ def _projected(job: Job, spent: int) -> int | None:
     if not job.step or not steps:
         return None
     return spent if JobStatus(job.status).final else round(spent / job.step * max(steps, job.step))
+
+
+def _links(lease: Lease, node: Node | None) -> dict[str, float | None]:
+    """Mbit/s of a machine's link: as advertised (null: the provider doesn't tell) and as measured."""
+    return {
+        "up_mbps": lease.up_mbps or None,
+        "up_mbps_measured": node.up_measured if node else None,
+        "down_mbps": lease.down_mbps or None,
+        "down_mbps_measured": node.down_measured if node else None,
+    }
 
 
 class Views:
@@ -81,6 +92,8 @@ class Views:
                 "state": job.learner_state,
                 "t_train": job.t_train,
                 "t_bcast": job.t_bcast,
+                "uplink_mbps": learner_link(job, self.core.settings.learner_uplink_mbps).mbps,
+                "uplink_mbps_measured": job.uplink_measured,
                 "bubble_ratio": bubble_ratio(job.idle_seconds, job.train_seconds),
                 "dropped_ratio": dropped_ratio(job),
                 "dropped": await dropped_counts(session, job.id),
@@ -189,6 +202,7 @@ class Views:
             "mu_prior": lease.mu_prior,
             "mu_measured": node.mu_measured if node else None,
             "policy_version": node.policy_version if node else None,
+            **_links(lease, node),
             "chain": node.chain if node else None,
             "chain_position": node.chain_position if node else None,
             "upstream": (node.upstream or None) if node else None,

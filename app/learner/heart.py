@@ -15,6 +15,7 @@ from app.learner.client import Control
 from app.learner.outbox import Directives
 from app.protocol.errors import EchoError, Unavailable
 from app.protocol.learner import LearnerHeartbeat
+from app.snapshots.rates import Rate
 
 log = logging.getLogger(__name__)
 PERIOD_S = 2.0
@@ -38,12 +39,17 @@ class Status:
                 self._state, self._since = state, self._clock()
             self._step = self._step if step is None else step
 
-    def heartbeat(self, bytes_served: int) -> LearnerHeartbeat:
-        """The message of this moment."""
+    def heartbeat(self, bytes_served: int, rate: Rate | None = None) -> LearnerHeartbeat:
+        """The message of this moment. `rate`: what the relay has measured since the last one."""
         with self._lock:
             waited = self._clock() - self._since if self._state == "waiting" else 0.0
             return LearnerHeartbeat(
-                step=self._step, state=self._state, waiting_for_s=max(0.0, waited), bytes_served=bytes_served
+                step=self._step,
+                state=self._state,
+                waiting_for_s=max(0.0, waited),
+                bytes_served=bytes_served,
+                up_bytes_per_s=None if rate is None else rate.bytes_per_s,
+                up_limited=rate is not None and rate.limited,
             )
 
 
@@ -57,12 +63,14 @@ class Heart:
         directives: Directives,
         bytes_served: Callable[[], int],
         *,
+        uplink: Callable[[], Rate | None] = lambda: None,
         period_s: float = PERIOD_S,
     ) -> None:
         self._control = control
         self._status = status
         self._directives = directives
         self._bytes_served = bytes_served
+        self._uplink = uplink
         self._period_s = period_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
@@ -79,7 +87,8 @@ class Heart:
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._directives.update(self._control.heartbeat(self._status.heartbeat(self._bytes_served())))
+                beat = self._status.heartbeat(self._bytes_served(), self._uplink())
+                self._directives.update(self._control.heartbeat(beat))
             except Unavailable as error:
                 log.info("heartbeat: %s", error.detail)
             except EchoError as error:

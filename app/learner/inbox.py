@@ -40,6 +40,7 @@ class GroupReader:
         group_size: int,
         max_tokens: int,
         vocabulary: int,
+        quantised: str | None = None,
         cache: FileCache | None = None,
     ) -> None:
         self._objects = objects
@@ -47,6 +48,7 @@ class GroupReader:
         self._group_size = group_size
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
+        self._quantised = quantised
         self._cache = cache
 
     def read(self, ref: TrajectoryRef) -> list[Group]:
@@ -64,7 +66,10 @@ class GroupReader:
         for rollout in rollouts(table):
             by_item.setdefault(rollout.work_item, []).append(rollout)
         expected = {item: Expected(rows[0].prompt_index, self._group_size) for item, rows in by_item.items()}
-        validate(table, expected, newest_version=_ANY_VERSION, max_tokens=self._max_tokens)
+        validate(
+            table, expected,
+            newest_version=_ANY_VERSION, max_tokens=self._max_tokens, quantised=self._quantised,
+        )  # fmt: skip
         return [
             self._group(item, by_item[item], ref.node_id)
             for item in ref.work_items

@@ -28,7 +28,8 @@ WHOLE_STEP: frozenset[LossName] = frozenset({"m2po", "m2po_clip", "bapo"})
 class Tokens:
     """1-D tensors, one element a completion token. `lag` is t − x of the token, `sequence` numbers the answers; all
     tokens of an answer are together. `reference` is log π of v0, given if `kl_beta` is above 0; `draw` a number in
-    [0, 1) for a loss that rejects at random."""
+    [0, 1) for a loss that rejects at random; `quantised` marks tokens that quantised weights sampled, given if
+    `one_sided` is on."""
 
     logprobs: torch.Tensor
     behaviour: torch.Tensor
@@ -37,6 +38,7 @@ class Tokens:
     sequence: torch.Tensor
     reference: torch.Tensor | None = None
     draw: torch.Tensor | None = None
+    quantised: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,28 @@ def surrogate(spec: LearnerSpec, tokens: Tokens, limits: Limits | None = None) -
     """The chosen loss, with its pull towards v0 if there is one. `limits` must be given for losses in WHOLE_STEP and is
     not looked at for others."""
     made = _LOSSES[spec.loss](spec, tokens, limits or Limits())
+    if tokens.quantised is not None:
+        held = weights.one_sided(log_weight(spec, tokens), tokens.quantised)
+        made = replace(made, objective=made.objective * held)
     if tokens.reference is None or spec.kl_beta == 0:
         return made
     return replace(made, objective=made.objective - spec.kl_beta * reference_kl(tokens.logprobs, tokens.reference))
+
+
+@torch.no_grad()
+def log_weight(spec: LearnerSpec, tokens: Tokens) -> torch.Tensor:
+    """log of the weight that a loss gives the push of a token, π_θ / π_behaviour with its own truncation, before masks
+    and clips. Not of obrs."""
+    if spec.loss == "gspo":
+        return weights.sequence_log_ratio(tokens.logprobs, tokens.behaviour, tokens.sequence)
+    found = weights.log_ratio(tokens.logprobs, tokens.behaviour)
+    if spec.loss == "ppo_clip" and spec.replay_ratio != "off":
+        if spec.replay_ratio == "sequence":
+            found = weights.answer_log_ratio(tokens.logprobs, tokens.behaviour, tokens.sequence)
+        return found.clamp(max=math.log(spec.replay_cap))
+    if spec.loss in {"tis", "cispo"}:
+        return found.clamp(max=math.log(spec.tis_cap if spec.loss == "tis" else spec.cispo_cap))
+    return found
 
 
 def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

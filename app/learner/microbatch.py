@@ -26,6 +26,8 @@ class Row:
     advantage: float
     lags: Sequence[int]
     """t − x of each completion token."""
+    quantised: bool = False
+    """Whether quantised weights sampled it."""
 
     @property
     def length(self) -> int:
@@ -39,7 +41,7 @@ class MicroBatch:
 
     `ids` [rows, width], padded on the right, or [1, tokens] with one answer after the other; then `places` [1, tokens]
     is the place of each token in its answer. `row` and `position` index the logits that predict the token, `sequence`
-    numbers the answers; `token`, `behaviour`, `advantage`, `lag` are 1-D. `first` is the smallest position.
+    numbers the answers; `token`, `behaviour`, `advantage`, `lag`, `quantised` are 1-D. `first`: the smallest position.
     """
 
     ids: torch.Tensor
@@ -50,6 +52,7 @@ class MicroBatch:
     behaviour: torch.Tensor
     advantage: torch.Tensor
     lag: torch.Tensor
+    quantised: torch.Tensor
     first: int
     places: torch.Tensor | None = None
 
@@ -126,6 +129,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
     behaviour: list[float] = []
     advantages: list[float] = []
     lags: list[int] = []
+    quantised: list[bool] = []
     for number, row in enumerate(rows):
         line, begin = (0, starts[number]) if packed else (number, 0)
         ids[line, begin : begin + row.length] = torch.tensor([*row.prompt_ids, *row.completion_ids])
@@ -138,6 +142,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
         behaviour += row.logprobs
         advantages += [row.advantage] * size
         lags += row.lags
+        quantised += [row.quantised] * size
     return MicroBatch(
         ids=ids.to(device),
         row=torch.tensor(where, device=device),
@@ -147,6 +152,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantage=torch.tensor(advantages, dtype=torch.float32, device=device),
         lag=torch.tensor(lags, device=device),
+        quantised=torch.tensor(quantised, dtype=torch.bool, device=device),
         first=min(len(r.prompt_ids) for r in rows) - 1,
         places=places.to(device) if packed else None,
     )

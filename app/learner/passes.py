@@ -95,7 +95,8 @@ class Passes:
                 reference = completion_logprobs(self._reference, batch, self._spec.sampling.temperature)
         if self._spec.learner.loss == "obrs":
             draw = draws(rows, self._spec.seed, self._step).to(self._model.device)
-        return Tokens(logprobs, batch.behaviour, batch.advantage, batch.lag, batch.sequence, reference, draw)
+        quantised = batch.quantised if self._spec.learner.one_sided else None
+        return Tokens(logprobs, batch.behaviour, batch.advantage, batch.lag, batch.sequence, reference, draw, quantised)
 
     def _pass(self, rows: Sequence[Row], limits: Limits, denominator: int) -> Seen:
         if not rows:

@@ -21,6 +21,7 @@ from app.snapshots.deltas import DeltaFile
 from app.snapshots.manifest import AssetEntry, load_or_create_key, public_hex
 from app.snapshots.plan import keyframe
 from app.snapshots.publish import Publication
+from app.snapshots.rates import News, Rate
 from app.snapshots.relay import Relay
 from app.snapshots.store import SnapshotStore
 from app.snapshots.upload import upload, upload_delta
@@ -55,6 +56,7 @@ class RelaySink:
         self.public_key = public_hex(self._key)
         self._store = SnapshotStore(folder / "snapshots", job_id=job_id, public_key=self.public_key)
         self._relay = Relay(self._store, token=relay_token, host=host, port=port, uplink_bytes_per_s=uplink_bytes_per_s)
+        self._news = News()
         self._host = host
         self._announce = announce
         self._objects = objects
@@ -90,6 +92,10 @@ class RelaySink:
         """Payload bytes that left the relay."""
         return self._relay.bytes_served
 
+    def uplink(self) -> Rate | None:
+        """What the relay's link carries, if that was measured since the last call."""
+        return self._news.of("relay", self._relay.meter)
+
     def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> Announcement:
         """Encode and serve a version, or serve the one of this number that is here."""
         snapshot = self._store.get(version)
@@ -97,8 +103,9 @@ class RelaySink:
             made = self._store.published(snapshot)
         else:
             made = self._store.publish(
-                weights, version=version, key=self._key, assets=self._assets, deltas=self._spec.deltas
-            )
+                weights, version=version, key=self._key, assets=self._assets,
+                deltas=self._spec.deltas, quantise=self._spec.quantise,
+            )  # fmt: skip
         log.info("%s", described(made))
         manifest = made.snapshot.manifest
         return Announcement(

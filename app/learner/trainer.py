@@ -104,7 +104,7 @@ class GRPOTrainer:
             groups = unpacked(data)
         advantages = batch_advantages([[r.reward for r in g.rollouts] for g in groups], spec.reward_scale)
         rows = [
-            Row(r.prompt_ids, r.completion_ids, r.logprobs, a, token_lags(r, self.steps))
+            Row(r.prompt_ids, r.completion_ids, r.logprobs, a, token_lags(r, self.steps), r.quantisation is not None)
             for g, values in zip(groups, advantages, strict=True)
             for r, a in zip(g.rollouts, values, strict=True)
             if any(values)

@@ -123,6 +123,8 @@ class FleetSpec(Spec):
     interruptible: bool = True
     max_nodes: int = Field(default=8, ge=1, le=10_000)
     disk_gb: float = Field(default=16.0, ge=8)
+    transport: Literal["auto", "chain", "star", "store"] | None = None
+    """How snapshots travel to the nodes; null: as the service's `broadcast_transport` says."""
 
 
 def period(staleness: int, fixed: int | None) -> int:
@@ -148,6 +150,9 @@ class SnapshotSpec(Spec):
     """Publish beside a version the delta that leads to it from the one before, where that pays."""
     keyframe_every: int = Field(default=16, ge=1, le=1000)
     """One version of so many is put into the object store whole; of the others their deltas are, where they pay."""
+    quantise: Literal["int8"] | None = None
+    """Send large matrices in eight bits. Nodes then sample from the quantised policy, and say so; the learner's own
+    weights, checkpoints and final model are not quantised."""
 
 
 class JobSpec(Spec):
@@ -191,6 +196,14 @@ class JobSpec(Spec):
         if value is not None and budget is not None and value.max != budget:
             raise ValueError(f"max {value.max} differs from staleness_budget {budget}; give one of them")
         return value
+
+    @model_validator(mode="after")
+    def _quantised_fits(self) -> Self:
+        if self.snapshot.quantise and self.learner.lora:
+            raise ValueError("snapshot.quantise is for whole models; an adapter (learner.lora) is small: leave it out")
+        if self.learner.one_sided and not self.snapshot.quantise:
+            raise ValueError("learner.one_sided is for rollouts of quantised weights: it needs snapshot.quantise")
+        return self
 
     @field_validator("budget_usd")
     @classmethod

@@ -79,6 +79,10 @@ class LearnerHeartbeat(Strict):
     waiting_for_s: float = Field(default=0, ge=0)
     bytes_served: int = Field(default=0, ge=0)
     """Snapshot payload bytes that left the learner's relay."""
+    up_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Payload bytes per second that the relay sent, all streams together; given once for each new measurement."""
+    up_limited: bool = False
+    """The network held it up nearly all of that time: its ways carry no more. Else they carry at least that."""
 
 
 class LearnerDirectives(Lenient):

@@ -99,6 +99,8 @@ class LearnerSpec(Spec):
     """obrs (experimental) keeps a token with probability min(1, r / obrs_lambda)."""
     obrs_cap: float = Field(default=5.0, ge=1)
     """Largest weight of a token that obrs keeps."""
+    one_sided: bool = False
+    """Rollouts of quantised weights count at most once: no importance weight of theirs is above 1."""
     grad_cosine: bool = False
     """Report the cosine with the previous step's gradient, at the price of one more copy of the weights in memory."""
     gac: bool = False
@@ -154,6 +156,8 @@ class LearnerSpec(Spec):
             raise ValueError("final_merged needs lora: without an adapter the final model is whole anyway")
         if self.bapo_dual_clip < self.bapo_high_max:
             raise ValueError("bapo_dual_clip must be at least bapo_high_max")
+        if self.one_sided and self.loss == "obrs":
+            raise ValueError("one_sided is not defined for obrs, which rejects tokens in place of weighing them down")
         if self.gac_low > self.gac_high:
             raise ValueError("gac_low must be at most gac_high; give both")
         return self

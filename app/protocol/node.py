@@ -150,6 +150,15 @@ class Heartbeat(Strict):
     deltas_applied: int = Field(default=0, ge=0)
     bytes_saved: int = Field(default=0, ge=0)
     """What those versions have more than the deltas that brought them."""
+    down_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Payload bytes per second that came from `down_source`; given once for each new measurement. The link carries at
+    least that."""
+    down_source: Literal["learner", "peer", "store"] | None = None
+    up_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Payload bytes per second that its relay sent, all streams together; given once for each new measurement."""
+    up_limited: bool = False
+    """The network held the relay up nearly all of that time, and there was always something to send: the way to the
+    child carries no more. Else it carries at least that."""
     upstream: str = Field(default="", max_length=200)
     """Node id (or `learner`, `store`) that it pulls from now."""
     progress: BroadcastProgress | None = None

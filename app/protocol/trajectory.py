@@ -33,6 +33,8 @@ SCHEMA = pa.schema(
     ],
     metadata={b"echo2.trajectory": b"1"},
 )
+QUANTISATION = b"echo2.quantisation"
+"""Key of the file's metadata: how the weights were quantised that all of it was sampled from; none: they were not."""
 FINISH_REASONS = frozenset({"stop", "length"})
 MAX_VALUES = 1 << 26
 """Numbers in one file. A file of few bytes can unpack to more than fits into memory."""
@@ -46,7 +48,8 @@ class Rollout:
 
     `completion_ids` includes the end-of-sequence token when `finish_reason` is `stop`. `logprobs[i]` is the natural
     log-probability of `completion_ids[i]` under the distribution that it was sampled from. `span_versions[j]` is the
-    policy version of the tokens from `span_starts[j]` up to the next start; `span_starts[0]` is 0.
+    policy version of the tokens from `span_starts[j]` up to the next start; `span_starts[0]` is 0. `quantisation` says
+    that it was sampled from that version's quantised weights, whose log-probs these are; one for a whole file.
     """
 
     work_item: str
@@ -59,6 +62,7 @@ class Rollout:
     span_starts: Sequence[int]
     reward: float
     finish_reason: str
+    quantisation: str | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -75,9 +79,14 @@ class Expected:
 
 
 def encode(rollouts: Sequence[Rollout]) -> bytes:
-    """Rollouts as a Parquet file."""
+    """Rollouts as a Parquet file. Raises ValueError if some are of quantised weights and others are not."""
     columns = {name: [getattr(r, name) for r in rollouts] for name in SCHEMA.names}
     table = pa.Table.from_pydict(columns, schema=SCHEMA)
+    marks = {r.quantisation for r in rollouts}
+    if len(marks) > 1:
+        raise ValueError(f"one file can't hold rollouts of differently quantised weights: {sorted(map(str, marks))}")
+    for mark in marks - {None}:
+        table = table.replace_schema_metadata({**(SCHEMA.metadata or {}), QUANTISATION: mark})
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd", use_dictionary=["work_item", "finish_reason"])
     return sink.getvalue()
@@ -121,12 +130,32 @@ def _inner_nulls(table: pa.Table, column: str) -> bool:
     )
 
 
-def validate(table: pa.Table, expected: Mapping[str, Expected], *, newest_version: int, max_tokens: int) -> None:
-    """Hold a table against what was leased. Raises Refused with the reason.
+def quantisation(table: pa.Table) -> str | None:
+    """How the weights were quantised that a file was sampled from, by its own word; None: they were not."""
+    mark = (table.schema.metadata or {}).get(QUANTISATION)
+    return None if mark is None else mark.decode("utf-8", "replace")[:50]
+
+
+def validate(
+    table: pa.Table,
+    expected: Mapping[str, Expected],
+    *,
+    newest_version: int,
+    max_tokens: int,
+    quantised: str | None = None,
+) -> None:
+    """Hold a table against what was leased, and its mark against the job's `snapshot.quantise`. Raises Refused.
 
     Reasons: `foreign_work_item`, `incomplete_group`, `wrong_prompt`, `lengths`, `logprobs`, `future_version`,
-    `versions`, `finish_reason`, `reward`.
+    `versions`, `finish_reason`, `reward`, `quantisation`.
     """
+    found = quantisation(table)
+    if found != quantised:
+        raise Refused(
+            "quantisation",
+            f"the file says that it was sampled from weights quantised as {found or 'none'}; this job's are as "
+            f"{quantised or 'none'}: use an agent that knows snapshot.quantise",
+        )
     _check_groups(table, expected)
     _check_tokens(table, max_tokens)
     _check_versions(table, newest_version)
@@ -205,4 +234,5 @@ def oldest_versions(table: pa.Table) -> dict[str, int]:
 
 def rollouts(table: pa.Table) -> list[Rollout]:
     """All rows as Rollout, in file order."""
-    return [Rollout(**row) for row in table.to_pylist()]
+    mark = quantisation(table)
+    return [Rollout(**row, quantisation=mark) for row in table.to_pylist()]

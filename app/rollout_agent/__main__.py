@@ -22,6 +22,7 @@ from app.rollout_agent.engines.base import Engine
 from app.rollout_agent.engines.registry import gpu_name, make_engine
 from app.rollout_agent.lifecycle import Ending
 from app.rollout_agent.preemption.watch import source_of
+from app.rollout_agent.tuning import keep_windows
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ def run_agent() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         settings = load_settings()
+        if settings.tune_network:
+            keep_windows()
         engine = make_engine(settings)
         ending = asyncio.run(_run(settings, engine))
     except EchoError as error:

@@ -53,6 +53,8 @@ class Sampled:
     prompts: Sequence[Prompt]
     prompt_ids: Sequence[Sequence[int]]
     groups: Sequence[Sequence[Completion]]
+    quantisation: str | None = None
+    """How the weights of `version` were quantised that it was sampled from."""
 
     @property
     def rollouts(self) -> int:
@@ -111,7 +113,7 @@ def sample(engine: Engine, text: TextSide, batch: Batch, sampling: SamplingSpec)
     ]
     completions = iter(engine.generate(requests))
     groups = [[next(completions) for _ in range(item.group_size)] for item in batch.items]
-    return Sampled(batch, version, prompts, prompt_ids, groups)
+    return Sampled(batch, version, prompts, prompt_ids, groups, engine.quantisation)
 
 
 def _sampling(item: WorkItem, sampling: SamplingSpec) -> SamplingSpec:
@@ -157,6 +159,7 @@ def to_file(sampled: Sampled, rewards: Mapping[str, Sequence[float]]) -> Traject
             span_starts=[0],
             reward=rewards[item.id][index],
             finish_reason=completion.finish_reason,
+            quantisation=sampled.quantisation,
         )
         for item, prompt_ids, group in zip(sampled.batch.items, sampled.prompt_ids, sampled.groups, strict=True)
         if item.id in rewards

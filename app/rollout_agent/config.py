@@ -44,6 +44,8 @@ class AgentSettings(BaseSettings):
     """CPU threads of the engine; default 1 on a CPU, PyTorch's own choice on a GPU."""
     notices: Cloud = ""
     """Whose metadata service tells when the machine will be interrupted; empty: none does."""
+    tune_network: bool = False
+    """The machine's kernel is ours: turn slow start after idle off. Set on rented machines, never on your own."""
 
     @field_validator("control_url")
     @classmethod

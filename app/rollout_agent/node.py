@@ -11,24 +11,28 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
 
 import httpx
 
 from app.protocol.errors import EchoError
-from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, NodeState, Report
+from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, NodeState
 from app.rollout_agent.assets import fetch_assets
 from app.rollout_agent.batch import TextSide
 from app.rollout_agent.client import NodeClient
+from app.rollout_agent.closing import close_parts
 from app.rollout_agent.config import AgentSettings, RelayAddress
-from app.rollout_agent.delivery import Delivery, report_softly
+from app.rollout_agent.delivery import Delivery
 from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.faults import Faults
+from app.rollout_agent.heartbeats import describe
 from app.rollout_agent.installing import put_in_force
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.worker import Worker
-from app.snapshots.puller import Puller, Source
+from app.snapshots.puller import Puller
+from app.snapshots.rates import News
 from app.snapshots.relay import Relay
+from app.snapshots.sources import Source
 from app.snapshots.store import Snapshot, SnapshotStore
 from app.tasks.registry import load_task
 
@@ -62,6 +66,8 @@ class Node:
         self._score_pool = ThreadPoolExecutor(min(SCORE_THREADS, os.cpu_count() or 1), "score")
         self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT)
         self._ledger = WorkLedger(clock)
+        self._faults = Faults(client, self._ledger)
+        self._news = News()
         self._relay: Relay | None = None
         self._puller: Puller | None = None
         self._worker: Worker | None = None
@@ -114,44 +120,22 @@ class Node:
 
     def heartbeat(self, now: float, interruption: Interruption | None = None) -> Heartbeat:
         """The node as it is, and what its machine was told."""
-        meter = self._worker.meter if self._worker is not None else None
-        rates = meter.rates if meter is not None else None
-        puller = self._puller
-        by_kind = puller.bytes_from if puller is not None else {}
-        relayed = self.bytes_relayed or 0
-        current = puller.current if puller is not None else None
-        return Heartbeat(
-            state=self._state,
-            policy_version=self._engine.version,
-            rollouts_per_s=rates.rollouts_per_s if rates is not None else None,
-            tokens_per_s=rates.tokens_per_s if rates is not None else None,
-            busy_share=meter.busy_share(now) if meter is not None else None,
-            in_flight=self._ledger.in_flight,
-            bytes_down=self._client.bytes_down + sum(by_kind.values()),
-            bytes_up=self._client.bytes_up + relayed,
-            bytes_from={
-                "learner": by_kind.get("learner", 0),
-                "peer": by_kind.get("peer", 0),
-                "store": by_kind.get("store", 0),
-            },
-            bytes_relayed=relayed,
-            deltas_applied=puller.deltas_applied if puller is not None else 0,
-            bytes_saved=puller.bytes_saved if puller is not None else 0,
-            upstream=(current.node_id or current.kind)[:200] if current is not None else "",
-            progress=puller.progress if puller is not None else None,
-            errors=dict(self._ledger.errors),
+        return describe(
+            self._state,
+            self._engine.version,
+            now,
+            client=self._client,
+            ledger=self._ledger,
+            meter=self._worker.meter if self._worker is not None else None,
+            puller=self._puller,
+            relay=self._relay,
+            news=self._news,
             interruption=interruption,
         )
 
     async def close(self) -> None:
-        """Stop the relay and free the engine. Threads that hang in a task's reward are not waited for."""
-        if self._relay is not None:
-            await self._relay.stop()
-        await self._pull_http.aclose()
-        self._score_pool.shutdown(wait=False, cancel_futures=True)
-        # The engine was interrupted: its thread is free within one token.
-        await asyncio.get_running_loop().run_in_executor(self._engine_pool, self._engine.close)
-        self._engine_pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the relay and free the engine. Raises TimeoutError when one of them does not come to an end."""
+        await close_parts(self._relay, self._pull_http, self._engine, self._engine_pool, self._score_pool)
 
     async def _live(self) -> None:
         loop = asyncio.get_running_loop()
@@ -163,6 +147,8 @@ class Node:
             text = TextSide(await loading, self._engine.tokenizer)
         finally:
             loading.cancel()
+            # It may have failed as well: then that is not the news.
+            await asyncio.gather(loading, return_exceptions=True)
         store = await asyncio.to_thread(
             SnapshotStore,
             self._folder / "snapshots",
@@ -215,9 +201,9 @@ class Node:
             target=lambda: self.directives.target_version,
             fetch_urls=self._client.snapshot_urls,
             on_complete=self._install,
-            on_lie=self._lied,
-            on_stall=self._stalled,
-            on_refused=self._delta_refused,
+            on_lie=self._faults.lied,
+            on_stall=self._faults.stalled,
+            on_refused=self._faults.delta_refused,
             client=self._pull_http,
         )
 
@@ -260,12 +246,12 @@ class Node:
                 self._engine_pool, put_in_force, self._engine, self._folder / "model", snapshot
             )
         except (EchoError, RuntimeError) as error:
-            await self._not_installed(snapshot, error)
+            await self._faults.not_installed(snapshot, error)
             if self._engine.version is None:
                 raise
             return
         if mended is not None:
-            await self._not_installed(snapshot, mended)
+            await self._faults.not_installed(snapshot, mended)
         self._version = snapshot.version
         log.info("installed version %d", snapshot.version)
         if self._worker is not None:
@@ -274,37 +260,6 @@ class Node:
             self._changed()
         else:
             self._set_state(NodeState.ACTIVE)
-
-    async def _not_installed(self, snapshot: Snapshot, error: EchoError | RuntimeError) -> None:
-        """Count and report a version that could not be put in force."""
-        detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
-        log.error("version %d could not be installed: %s", snapshot.version, detail)
-        report = Report(kind="engine_error", subject="install", version=snapshot.version, detail=detail[:1000])
-        await report_softly(self._client, report)
-        self._ledger.fault("install_failed", detail)
-
-    async def _delta_refused(self, source: Source, version: int, detail: str) -> None:
-        self._ledger.errors["delta_refused"] += 1
-        await self._report_upstream("delta_refused", source, version, detail)
-
-    async def _lied(self, source: Source, version: int, detail: str) -> None:
-        self._ledger.errors["upstream_lied"] += 1
-        await self._report_upstream("upstream_lied", source, version, detail)
-
-    async def _stalled(self, source: Source, version: int, detail: str) -> None:
-        self._ledger.errors["upstream_stalled"] += 1
-        await self._report_upstream("upstream_stalled", source, version, detail)
-
-    async def _report_upstream(
-        self,
-        kind: Literal["upstream_lied", "upstream_stalled", "delta_refused"],
-        source: Source,
-        version: int,
-        detail: str,
-    ) -> None:
-        subject = (source.node_id or source.kind)[:200]
-        known = version if version >= 0 else None
-        await report_softly(self._client, Report(kind=kind, subject=subject, version=known, detail=detail[:1000]))
 
     def _set_state(self, state: NodeState) -> None:
         self._state = state

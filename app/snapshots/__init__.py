@@ -15,8 +15,9 @@ from app.snapshots.manifest import (
     verify,
 )
 from app.snapshots.pacer import Pacer
-from app.snapshots.puller import Puller, Source
+from app.snapshots.puller import Puller
 from app.snapshots.relay import Relay
+from app.snapshots.sources import Source
 from app.snapshots.store import Incoming, Reader, Snapshot, SnapshotStore, upload
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from app.snapshots.upstream import Source
+from app.snapshots.sources import Source
 
 MOVED_PATIENCE_STALLS = 2.0
 LIES_FORGIVEN = 1

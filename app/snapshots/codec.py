@@ -1,47 +1,70 @@
 """State dict ↔ payload: one safetensors file.
 
-Invariant: `decode(encode_full(state))` has the names of `state` and, bit for bit, its tensors cast to bfloat16; tensors
-that were tied (same memory, same view) are stored once and come back as one tensor object. Written by hand rather than
-by safetensors' own writer because that one sorts by name: layer order lets a receiver use the first layers early.
+Invariant: `decode(encode_full(state))` has the names of `state` and, bit for bit, its tensors cast to bfloat16 (with
+`quantise`: the chosen ones as `quantise.restored` makes them); tensors that were tied (same memory, same view) are
+stored once and come back as one tensor object. Written by hand rather than by safetensors' own writer because that one
+sorts by name: layer order lets a receiver use the first layers early. Scales stand before all else: so each tensor can
+be used as soon as it is there, and four-byte numbers never lie at an odd place.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from app.protocol.errors import BadInput, IntegrityError
-from app.snapshots.manifest import TensorEntry
+from app.snapshots.manifest import DTYPE_BYTES, SCALE, TensorEntry
+from app.snapshots.quantise import chosen, levels_of, restored_state, scale_of
 
 TIED = "tied"
 """Key of the safetensors metadata that holds {second name: stored name} as JSON text."""
+_Dtype = Literal["BF16", "F32", "I8"]
 
 
-def encode_full(state: Mapping[str, torch.Tensor], path: Path) -> list[TensorEntry]:
+def encode_full(
+    state: Mapping[str, torch.Tensor], path: Path, *, quantise: Literal["int8"] | None = None
+) -> list[TensorEntry]:
     """Write a state dict as bf16 safetensors in its own order, fsync it, and say what lies where.
 
-    Raises BadInput for an empty state, a tensor that is not floating point, or one without data (meta device).
+    `quantise`: matrices that `chosen` names are written in eight bits, their scales at the front. Raises BadInput for
+    an empty state, a tensor that is not floating point, one without data (meta device), or one that can't be quantised.
     """
     stored, tied = _split_tied(state)
-    header, entries = _layout(stored, tied)
+    scales = {n + SCALE: scale_of(n, t) for n, t in stored.items() if quantise and chosen(n, t)}
+    if scales.keys() & state.keys():
+        raise BadInput(f"{min(scales.keys() & state.keys())} is the name of a tensor and of scales")
+    header, entries = _layout(scales, stored, tied)
     with path.open("wb") as file:
         file.write(header)
-        for tensor in stored.values():
-            flat = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+        for tensor in _written(scales, stored):
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     return entries
 
 
-def decode(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a payload file, on the CPU. Raises IntegrityError if it is not a payload of ours."""
+def _written(scales: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors as they stand in the file; one at a time is cast or quantised."""
+    yield from scales.values()
+    for name, tensor in stored.items():
+        scale = scales.get(name + SCALE)
+        if scale is None:
+            yield tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        else:
+            yield levels_of(tensor, scale)
+
+
+def decode(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The state dict in a payload file, on the CPU; tensors that were quantised come in `dtype`, others as stored.
+
+    Raises IntegrityError if it is not a payload of ours.
+    """
     state: dict[str, torch.Tensor] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -50,6 +73,7 @@ def decode(path: Path) -> dict[str, torch.Tensor]:
                 state[name] = file.get_tensor(name)
     except SafetensorError as error:
         raise IntegrityError(f"{path} is not a snapshot payload: {error}") from error
+    state = restored_state(state, dtype)
     for name, kept in tied.items():
         if kept not in state or name in state:
             raise IntegrityError(f"{path}: tensor {name!r} can't be tied to {kept!r}")
@@ -78,24 +102,27 @@ def _split_tied(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
     return stored, tied
 
 
-def _layout(stored: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> tuple[bytes, list[TensorEntry]]:
+def _layout(
+    scales: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], tied: Mapping[str, str]
+) -> tuple[bytes, list[TensorEntry]]:
     """The header (8 bytes length, JSON padded to a multiple of 8) and the entries with offsets in the payload."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt", TIED: json.dumps(tied)}}
-    spans: list[tuple[str, list[int], int, int]] = []
+    spans: list[tuple[str, _Dtype, list[int], int, int]] = []
     offset = 0
-    for name, tensor in stored.items():
+    for name, tensor in (*scales.items(), *stored.items()):
         if name == "__metadata__":
             raise BadInput("a tensor can't be called __metadata__ in safetensors")
-        end = offset + 2 * tensor.numel()
-        fields[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        spans.append((name, list(tensor.shape), offset, end))
+        dtype: _Dtype = "F32" if name in scales else "I8" if name + SCALE in scales else "BF16"
+        end = offset + DTYPE_BYTES[dtype] * tensor.numel()
+        fields[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        spans.append((name, dtype, list(tensor.shape), offset, end))
         offset = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     entries = [
-        TensorEntry(name=name, dtype="BF16", shape=shape, begin=start + begin, end=start + end)
-        for name, shape, begin, end in spans
+        TensorEntry(name=name, dtype=dtype, shape=shape, begin=start + begin, end=start + end)
+        for name, dtype, shape, begin, end in spans
     ]
     return len(text).to_bytes(8, "little") + text, entries
 

@@ -31,7 +31,9 @@ MOST_LEAVES = 16 * 1024
 """Payloads of more than that many leaves get larger ones: a manifest stays below about 2 MB."""
 SIGNED_PREFIX = b"echo2 snapshot manifest\n"
 """Put before the text that is signed: a signature of this key over anything else can't pass for a manifest."""
-DTYPE_BYTES = {"BF16": 2, "F32": 4}
+DTYPE_BYTES = {"BF16": 2, "F32": 4, "I8": 1}
+SCALE = ".scale"
+"""A quantised tensor `w` has its scales, one a row, in `w.scale`."""
 ADAPTER_ASSET = "adapter.json"
 """Among the assets of a job that trains an adapter, whose snapshots then hold the adapter alone. PEFT's fields."""
 
@@ -42,7 +44,7 @@ class TensorEntry(Strict):
     """One tensor: elements row-major at `begin` … `end` (byte offsets in the payload)."""
 
     name: str = Field(min_length=1, max_length=1000)
-    dtype: Literal["BF16", "F32"]
+    dtype: Literal["BF16", "F32", "I8"]
     shape: list[Annotated[int, Field(ge=0)]]
     begin: int = Field(ge=0)
     end: int = Field(ge=0)
@@ -92,13 +94,16 @@ class Manifest(Strict):
     created_at: AwareDatetime
     delta: DeltaOf | None = None
     """Of a delta only; a full manifest's text doesn't have the field."""
+    quantisation: Literal["int8"] | None = None
+    """How I8 tensors and their scales, F32 tensors `{name}.scale`, were made. The text has it only if it isn't None."""
 
     @model_validator(mode="after")
     def _kind(self) -> Self:
         if self.kind == "full" and (self.base is not None or self.delta or self.codec != "safetensors"):
             raise ValueError("a full snapshot has no base, no delta and the codec safetensors")
         if self.kind == "delta":
-            if self.base is None or self.delta is None or self.codec != "delta" or self.tensors or self.assets:
+            others = self.tensors or self.assets or self.quantisation
+            if self.base is None or self.delta is None or self.codec != "delta" or others:
                 raise ValueError("a delta has a base, the codec delta, what it gives, and neither tensors nor assets")
             if self.base >= self.version:
                 raise ValueError("a delta's base must be an older version")
@@ -117,6 +122,27 @@ class Manifest(Strict):
         if any(a.end > b.begin for a, b in itertools.pairwise(self.tensors)):
             raise ValueError("tensors must be in order and must not overlap")
         return self
+
+    @model_validator(mode="after")
+    def _quantised(self) -> Self:
+        if any(t.dtype == "I8" for t in self.tensors) and self.quantisation is None:
+            raise ValueError("a tensor has eight bits, and the manifest doesn't say that it is quantised")
+        scales: dict[str, TensorEntry] = {}
+        for tensor in self.tensors:
+            if tensor.dtype == "F32":
+                scales[tensor.name] = tensor
+            if tensor.dtype != "I8":
+                continue
+            scale = scales.get(tensor.name + SCALE)
+            if len(tensor.shape) != 2 or scale is None or scale.shape != tensor.shape[:1]:
+                raise ValueError(f"tensor {tensor.name} has eight bits and no scale per row before it")
+        return self
+
+    @property
+    def weights(self) -> list[TensorEntry]:
+        """The tensors of the model: all but the scales of quantised ones."""
+        scales = {t.name + SCALE for t in self.tensors if t.dtype == "I8"}
+        return [t for t in self.tensors if t.name not in scales]
 
     @property
     def leaves(self) -> int:
@@ -147,6 +173,10 @@ def leaf_bytes_for(payload_bytes: int, at_least: int, at_most: int) -> int:
     while payload_bytes > size * MOST_LEAVES and size * 2 <= min(at_most, MAX_LEAF_BYTES) and at_most % (size * 2) == 0:
         size *= 2
     return size
+
+
+_RARE = ("delta", "quantisation")
+"""Fields that the text has only when they say something: readers that don't know them read all other manifests."""
 
 
 class _Document(Strict):
@@ -183,7 +213,7 @@ def public_hex(key: Ed25519PrivateKey) -> str:
 
 def sign(manifest: Manifest, key: Ed25519PrivateKey) -> bytes:
     """The signed document: {"manifest": the exact JSON text, "signature": hex}."""
-    text = manifest.model_dump_json(exclude={"delta"} if manifest.delta is None else None)
+    text = manifest.model_dump_json(exclude={name for name in _RARE if getattr(manifest, name) is None})
     signature = key.sign(SIGNED_PREFIX + text.encode()).hex()
     return _Document(manifest=text, signature=signature).model_dump_json().encode()
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -55,6 +56,7 @@ def describe(
     job_id: str,
     sizes: Sizes,
     at: datetime,
+    quantisation: Literal["int8"] | None = None,
 ) -> Manifest:
     """The manifest of a payload file, which is read once."""
     leaf_bytes = sizes.leaf(payload.stat().st_size)
@@ -70,6 +72,7 @@ def describe(
         tensors=tensors,
         assets=list(assets),
         created_at=at,
+        quantisation=quantisation,
     )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 from app.protocol.errors import BadInput
+from app.snapshots.headers import BASES, MAX_BASES
 from app.snapshots.manifest import MAX_VERSION
-from app.snapshots.upstream import BASES, MAX_BASES
 
 MAX_WAIT_S = 30.0
 

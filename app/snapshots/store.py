@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -62,9 +62,11 @@ class SnapshotStore(Shelf):
         key: Ed25519PrivateKey,
         assets: Sequence[AssetEntry] = (),
         deltas: bool = True,
+        quantise: Literal["int8"] | None = None,
     ) -> Publication:
         """Learner: encode, hash, sign and announce a version, with the delta from the version before it if that pays.
 
+        `quantise`: what nodes get, and sample with, are these weights in eight bits; `state` itself stays as it is.
         Blocks; call it in a thread. Publishing the same weights again (after a restart) returns what is there. Raises
         Conflict for other weights under a published version or for a version older than the newest, BadInput for a
         state that can't be encoded or a key that isn't this store's.
@@ -78,10 +80,11 @@ class SnapshotStore(Shelf):
             shutil.rmtree(leftover, ignore_errors=True)
         folder.mkdir()
         try:
-            tensors = encode_full(state, folder / PAYLOAD)
+            tensors = encode_full(state, folder / PAYLOAD, quantise=quantise)
             manifest = describe(
-                folder / PAYLOAD, version, tensors, assets, job_id=self._job_id, sizes=self._sizes, at=self._clock()
-            )
+                folder / PAYLOAD, version, tensors, assets,
+                job_id=self._job_id, sizes=self._sizes, at=self._clock(), quantisation=quantise,
+            )  # fmt: skip
             known = self._already(manifest)
             if known is not None:
                 return self.published(known)

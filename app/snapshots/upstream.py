@@ -1,86 +1,46 @@
 """What a node says to one source over HTTP: a relay (learner or peer) or the object store.
 
 Invariant: everything read is bounded in size and time. A source that is dead, silent or has not got the version raises
-Lost; one that sends what can't be right raises IntegrityError. The relay token goes to relays only.
+Lost; one that sends what can't be right raises IntegrityError. The relay token goes to relays only. A connection is
+either kept here, or on its way to the caller inside an Announced, or closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from urllib.parse import urlsplit
 
 import httpx
 
-from app.protocol.errors import EchoError, IntegrityError
-from app.protocol.node import SnapshotUrls
-from app.snapshots.connection import CONNECT_S, Connection, Ended, Lost, direct
-from app.snapshots.frames import HEADER, KEEP_ALIVE, PADDING_BYTES, LeafParser, announces_leaf
+from app.protocol.errors import IntegrityError
+from app.snapshots.connection import Connection, Ended, Lost, direct
+from app.snapshots.frames import HEADER, KEEP_ALIVE, PADDING_BYTES, announces_leaf
+from app.snapshots.headers import BASES, DELTA_SIZE, DOCUMENT_SIZE, FOLLOW, MAX_BASES
 from app.snapshots.manifest import MAX_DOCUMENT_BYTES, Manifest
-from app.snapshots.plan import Offer, cheapest
-
-URLS_TIMEOUT_S = 30.0
-CHUNKS_AT_ONCE = 4
-"""Chunks whose URLs are asked for in one go: few enough that presigned URLs don't expire before their turn."""
+from app.snapshots.sources import Announced, FetchUrls, Source
+from app.snapshots.stored import Stored
+from app.snapshots.web import Web, expect
 
 LEAVES_A_TURN = 8
 """Read at most before the rest of the process has its turn."""
 KEPT_CONNECTIONS = 4
-FOLLOW = "Echo2-Follow"
-"""Request header of an announcement: `1` asks for the leaves to follow the document."""
-DOCUMENT_SIZE = "Echo2-Document"
-"""Answer header: they do, after so many bytes of document."""
-BASES = "Echo2-Bases"
-"""Request header of an announcement: versions that the asker has complete, so that a delta from one of them will do."""
-MAX_BASES = 16
-DELTA_SIZE = "Echo2-Delta"
-"""Answer header: the last so many bytes of the document are the signed document of a delta that leads there."""
-
-FetchUrls = Callable[[int, int, int], Awaitable[SnapshotUrls]]
-"""(version, first chunk, count) → presigned URLs. May raise EchoError, httpx.HTTPError, TimeoutError."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where to pull from: base URL of a relay, empty for the object store."""
-
-    kind: Literal["learner", "peer", "store"]
-    url: str = ""
-    node_id: str = ""
-
-    @property
-    def label(self) -> str:
-        """For logs: the node's id, or `learner`, `store`."""
-        return self.node_id or self.kind
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """A signed document, and the connection on which the version's leaves follow, if the relay sends them at once."""
-
-    document: bytes
-    stream: Connection | None = None
-    delta: bytes = b""
-    """The document of the delta that is offered instead of the whole version."""
-
-    def close(self) -> None:
-        """Do without the leaves that follow."""
-        if self.stream is not None:
-            self.stream.close()
 
 
 class Wire:
-    """The requests. `stall_s`: silence after which a source counts as dead."""
+    """The requests. `stall_s`: silence after which a source counts as dead. `answer_s`: time after which it does though
+    something comes, when a whole announcement (beyond the wait asked for) or document is due.
+    """
 
-    def __init__(self, client: httpx.AsyncClient, *, token: str, stall_s: float, fetch_urls: FetchUrls) -> None:
-        self._client = client
+    def __init__(
+        self, client: httpx.AsyncClient, *, token: str, stall_s: float, answer_s: float, fetch_urls: FetchUrls
+    ) -> None:
+        self._web = Web(client, stall_s=stall_s)
+        self.store = Stored(self._web, fetch_urls, answer_s=answer_s)
         self._headers = {"Authorization": f"Bearer {token}"}
         self._stall_s = stall_s
-        self._fetch_urls = fetch_urls
+        self._answer_s = answer_s
         self._kept: dict[str, Connection] = {}
 
     async def poll(self, source: Source, after: int, wait_s: float, held: Sequence[int] = ()) -> Announced | None:
@@ -90,20 +50,33 @@ class Wire:
         """
         bases = {BASES: ",".join(map(str, held[:MAX_BASES]))} if held else {}
         path, silence_s = f"/snapshots/next?after={after}&wait_s={wait_s:g}", wait_s + self._stall_s
-        if not direct(source.url):
-            headers = self._headers | bases
-            async with self._get(source.url.rstrip("/") + path, headers, silence_s=silence_s) as response:
-                if response.status_code == 204:
-                    return None
-                _expect(response.status_code, 200)
-                document, delta = _split(await self._document(response), response.headers.get(DELTA_SIZE))
-                return Announced(document, None, delta)
+        ask = self._poll_directly if direct(source.url) else self._poll_over_web
+        try:
+            async with asyncio.timeout(wait_s + self._answer_s):
+                return await ask(source, path, bases, silence_s)
+        except TimeoutError as error:
+            raise Lost(f"no whole announcement within {wait_s + self._answer_s:g} s") from error
+
+    async def _poll_over_web(
+        self, source: Source, path: str, bases: dict[str, str], silence_s: float
+    ) -> Announced | None:
+        url = source.url.rstrip("/") + path
+        async with self._web.get(url, self._headers | bases, silence_s=silence_s) as response:
+            if response.status_code == 204:
+                return None
+            expect(response.status_code, 200)
+            document, delta = _split(await self._web.document(response), response.headers.get(DELTA_SIZE))
+            return Announced(document, None, delta)
+
+    async def _poll_directly(
+        self, source: Source, path: str, bases: dict[str, str], silence_s: float
+    ) -> Announced | None:
         connection = await self._ask(source, path, {FOLLOW: "1", **bases}, silence_s)
         following = False
         try:
             if connection.status == 204:
                 return None
-            _expect(connection.status, 200)
+            expect(connection.status, 200)
             size = connection.headers.get(DOCUMENT_SIZE.lower())
             document, delta = _split(
                 await self._read_document(connection, size), connection.headers.get(DELTA_SIZE.lower())
@@ -135,14 +108,16 @@ class Wire:
         what = "stream" if manifest.kind == "full" else "delta"
         path = f"/snapshots/{manifest.version}/{what}?from_leaf={first}" + (f"&leaves={count}" if count else "")
         if stream is None and not direct(source.url):
-            async with aclosing(self._http_leaves(source.url.rstrip("/") + path, manifest, first)) as leaves:
+            async with aclosing(
+                self._web.leaves(source.url.rstrip("/") + path, self._headers, manifest, first)
+            ) as leaves:
                 async for received in leaves:
                     yield received
             return
         connection = stream or await self._ask(source, path, {}, self._stall_s)
         try:
             if stream is None:
-                _expect(connection.status, 200)
+                expect(connection.status, 200)
             async with aclosing(self._frames(connection, manifest, first)) as leaves:
                 async for n, leaf in leaves:
                     first = n + 1
@@ -155,7 +130,7 @@ class Wire:
     async def one_leaf(self, source: Source, manifest: Manifest, n: int) -> bytes:
         """Leaf n from any source, not yet verified. Lost or IntegrityError."""
         if source.kind == "store":
-            leaves = self.stored_leaves(manifest, n)
+            leaves = self.store.leaves(manifest, n)
         else:
             leaves = self.relay_leaves(source, manifest, n, count=1)
         async with aclosing(leaves) as arriving:
@@ -254,120 +229,6 @@ class Wire:
             raise Lost("the manifest is cut off")
         return bytes(document)
 
-    async def _http_leaves(
-        self, url: str, manifest: Manifest, first: int
-    ) -> AsyncGenerator[tuple[int, bytes | memoryview]]:
-        """The same over the general client, for relays behind TLS or a proxy."""
-        parser = LeafParser(manifest, first, framed=True)
-        async with self._get(url, self._headers) as response:
-            _expect(response.status_code, 200)
-            async for data in response.aiter_raw():
-                for n, leaf in parser.feed(data):
-                    yield n, leaf
-                    first = n + 1
-        if first < manifest.leaves:
-            raise Lost(f"the stream ended before leaf {first} of {manifest.leaves}")
-
-    async def stored_step(self, version: int, after: int, held: Sequence[int]) -> Announced:
-        """The next step to a version out of the object store, for one who has `held` and is at `after`."""
-        urls = await self._urls(version, 0, 1)
-        parts = [Offer(p.version, p.base, p.bytes) for p in urls.parts] or [Offer(version, None, 0)]
-        plan = cheapest(
-            version,
-            held=held,
-            wholes={p.version: p.bytes for p in parts if p.base is None and p.version > after},
-            deltas=[p for p in parts if p.base is not None],
-        )
-        if plan is None or not plan.steps or plan.steps[0].version <= after:
-            raise Lost(f"the store has no way to version {version} from {list(held) or 'nothing'}")
-        step = plan.steps[0]
-        if step.version != version:
-            urls = await self._urls(step.version, 0, 1)
-        if step.base is None:
-            return Announced(await self._object(urls.manifest_url))
-        if urls.delta is None:
-            raise Lost(f"no URLs for the delta of version {step.version}")
-        return Announced(await self._object(urls.delta.version_url), delta=await self._object(urls.delta.manifest_url))
-
-    async def _object(self, url: str) -> bytes:
-        """A signed document in the store."""
-        async with self._get(url, {}) as response:
-            _expect(response.status_code, 200)
-            return await self._document(response)
-
-    async def stored_leaves(self, manifest: Manifest, first: int) -> AsyncGenerator[tuple[int, bytes | memoryview]]:
-        """Leaves from `first` on out of the store's chunks, not yet verified."""
-        urls: dict[int, str] = {}
-        for chunk in range(first // manifest.leaves_per_chunk, manifest.chunks):
-            if chunk not in urls:
-                count = min(CHUNKS_AT_ONCE, manifest.chunks - chunk)
-                given = await self._urls(manifest.version, chunk, count)
-                urls = given.chunk_urls if manifest.kind == "full" else given.delta.chunk_urls if given.delta else {}
-                if chunk not in urls:
-                    raise Lost(f"no URL for chunk {chunk} of version {manifest.version}")
-            begin = max(first, chunk * manifest.leaves_per_chunk)
-            async with aclosing(self._chunk(urls[chunk], manifest, chunk, begin)) as leaves:
-                async for leaf in leaves:
-                    yield leaf
-
-    async def _chunk(self, url: str, manifest: Manifest, chunk: int, begin: int) -> AsyncGenerator[tuple[int, bytes]]:
-        """Leaves `begin` … end of one chunk object."""
-        end = min((chunk + 1) * manifest.leaves_per_chunk, manifest.leaves)
-        skip = (begin - chunk * manifest.leaves_per_chunk) * manifest.leaf_bytes
-        parser = LeafParser(manifest, begin, framed=False)
-        async with self._get(url, {"Range": f"bytes={skip}-"} if skip else {}) as response:
-            if response.status_code == 206:
-                skip = 0
-            else:
-                _expect(response.status_code, 200)  # a store that doesn't know ranges: read over the beginning
-            async for data in response.aiter_raw():
-                part, skip = data[skip:], max(0, skip - len(data))
-                for n, leaf in parser.feed(part):
-                    if n >= end:
-                        raise IntegrityError(f"chunk {chunk} is longer than it should be")
-                    yield n, leaf
-                    begin = n + 1
-        if begin < end:
-            raise Lost(f"chunk {chunk} ended before leaf {begin}")
-
-    async def _urls(self, version: int, first: int, count: int) -> SnapshotUrls:
-        try:
-            async with asyncio.timeout(URLS_TIMEOUT_S):
-                urls = await self._fetch_urls(version, first, count)
-        except (EchoError, httpx.HTTPError, TimeoutError) as error:
-            raise Lost(f"no URLs for version {version}: {error or type(error).__name__}") from error
-        if urls.version != version:
-            raise Lost(f"URLs of version {urls.version} instead of {version}")
-        return urls
-
-    async def _document(self, response: httpx.Response) -> bytes:
-        document = bytearray()
-        try:
-            async with asyncio.timeout(self._stall_s) as limit:
-                async for data in response.aiter_raw():
-                    document += data
-                    if len(document) > MAX_DOCUMENT_BYTES:
-                        raise IntegrityError(f"the manifest is longer than {MAX_DOCUMENT_BYTES} bytes")
-                    limit.reschedule(asyncio.get_running_loop().time() + self._stall_s)
-        except TimeoutError as error:
-            raise Lost(f"silent for {self._stall_s:g} s within the manifest") from error
-        return bytes(document)
-
-    @asynccontextmanager
-    async def _get(
-        self, url: str, headers: dict[str, str], *, silence_s: float = math.nan
-    ) -> AsyncIterator[httpx.Response]:
-        silence_s = self._stall_s if math.isnan(silence_s) else silence_s
-        timeout = httpx.Timeout(connect=CONNECT_S, read=silence_s, write=self._stall_s, pool=self._stall_s)
-        headers = {"Accept-Encoding": "identity", **headers}
-        try:
-            async with self._client.stream(
-                "GET", url, headers=headers, timeout=timeout, follow_redirects=False
-            ) as response:
-                yield response
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Lost(f"{type(error).__name__}: {error}"[:300]) from error
-
 
 def _split(documents: bytes, delta_size: str | None) -> tuple[bytes, bytes]:
     """The document of a version, and that of a delta if the answer's header says how long it is."""
@@ -377,8 +238,3 @@ def _split(documents: bytes, delta_size: str | None) -> tuple[bytes, bytes]:
     if not 0 < size < len(documents):
         raise IntegrityError(f"a delta's document of {delta_size[:20]!r} bytes")
     return documents[:-size], documents[-size:]
-
-
-def _expect(status: int, due: int) -> None:
-    if status != due:
-        raise Lost(f"answered {status}")

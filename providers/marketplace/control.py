@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
+from . import auction
 from .api import json_object, require_owner
 from .config import ConfigError, to_micros
 from .faults import Faults
@@ -77,7 +78,7 @@ async def price(request: Request) -> Response:
         base, floor = given.get("dph_base", machine.dph_base), given.get("min_bid", machine.min_bid)
         return round(base * factor), round(floor * factor)
 
-    market.reprice(machines, change)
+    auction.reprice(market, machines, change)
     return JSONResponse({"success": True, "machines": [m.spec.machine_id for m in machines]})
 
 

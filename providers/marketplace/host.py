@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import auction
 from .clock import NS
 from .contract import Contract, State
 from .gateway import Link, PortForward, SocksGateway, close_all, free_port
@@ -58,7 +59,7 @@ class Host:
 
     async def tick(self) -> None:
         """One round: decide, start, watch, end, save."""
-        self.market.decide()
+        auction.decide(self.market)
         held = {m.tenant for m in self.market.machines.values() if m.tenant is not None} | set(self._boxes)
         for contract in [self.market.contracts[number] for number in sorted(held)]:
             box = self._boxes.get(contract.id)

@@ -242,15 +242,6 @@ class Market:
         self._dirty.add(contract.id)
         self.save()
 
-    def reprice(self, machines: Iterable[Machine], change: Callable[[Machine], tuple[int, int]]) -> None:
-        """Set (dph_base, min_bid) of machines. Contracts that run on demand keep their price."""
-        for machine in machines:
-            machine.dph_base, machine.min_bid = change(machine)
-            tenant = self.contracts.get(machine.tenant) if machine.tenant is not None else None
-            if tenant is not None:
-                tenant.held = False
-        self.save()
-
     def set_offline(self, machine: Machine, offline: bool) -> None:
         """The host dies, or comes back with its container exited."""
         machine.offline = offline
@@ -259,27 +250,6 @@ class Market:
             state, detail = (State.OFFLINE, "host is offline") if offline else (State.EXITED, "host was rebooted")
             self._enter(tenant, state, detail)
         self.save()
-
-    def decide(self) -> None:
-        """What follows from bids, floors and credit: outbid, resume, stop for lack of money."""
-        broke = self.credit_micros() <= 0
-        for contract in self.live():
-            bid, floor = contract.order.bid_micros_h, self.machine_of(contract).min_bid
-            active = contract.state in (State.RUNNING, State.LOADING)
-            if active and broke:
-                self.stop(contract, "no credit left")
-            elif active and bid is not None and bid < floor:
-                self.stop(contract, "outbid", outbid=True)
-            elif (
-                contract.state is State.STOPPED
-                and contract.outbid
-                and not contract.held
-                and bid is not None
-                and bid >= floor
-                and not broke
-            ):
-                contract.outbid = False
-                self.load_again(contract)
 
     # money
 

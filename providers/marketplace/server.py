@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from . import api, control, increases
+from . import api, charges, control, increases
 from .clock import NS, Clock, SystemClock
 from .config import ConfigError, MarketConfig, load_machines
 from .faults import Faults
@@ -79,6 +79,7 @@ def create_app(config: MarketConfig, clock: Clock | None = None) -> FastAPI:
     # Before the paths that take a number where these have a word.
     app.include_router(increases.router)
     app.include_router(api.router)
+    app.include_router(charges.router)
     if config.control_enabled:
         app.include_router(control.router)
     app.add_middleware(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -29,14 +28,13 @@ from providers.base import (
     Offer,
     OfferGone,
     OfferQuery,
-    Phase,
     ProviderError,
     RentResult,
     RentSpec,
     Transient,
 )
 
-from . import scripts, ssh
+from . import scripts, shapes, ssh
 from .machines import Machine
 from .state import State, Taken
 
@@ -49,15 +47,6 @@ QUIET = timedelta(minutes=5)
 
 def _utc_now() -> datetime:
     return datetime.now(UTC)
-
-
-def _key(name: str) -> str:
-    return " ".join(name.replace("_", " ").split()).casefold()
-
-
-def instance_id_of(machine: str, label: str) -> str:
-    """The same machine and label are the same instance."""
-    return f"{machine}~{hashlib.sha256(label.encode()).hexdigest()[:16]}"
 
 
 class Static:
@@ -131,27 +120,13 @@ class Static:
         """The machines that nothing of ours runs on and that pass `query`. Asks nobody."""
         if query.billing is not Billing.ON_DEMAND:
             raise CapabilityError(f"own machines are never {query.billing.value}: use on_demand")
-        names = {_key(name) for name in query.gpu_names}
-        most = query.max_compute_micros_h
         return [
-            self._offer(machine)
+            shapes.offer(machine, self._name, self._clock())
             for machine in self._machines.values()
             if self._state.of_machine(machine.name) is None
             and machine.name not in self._asked
-            and (not names or _key(machine.gpu_name) in names)
-            and (most is None or machine.price_micros_h <= most)
-            and machine.reliability >= query.min_reliability
-            and query.min_ports <= (1 if machine.relay_port else 0)
+            and shapes.passes(machine, query)
         ][: query.limit]
-
-    def _offer(self, machine: Machine) -> Offer:
-        return Offer(
-            provider=self._name, offer_id=machine.name, machine_id=machine.name, gpu_name=machine.gpu_name,
-            num_gpus=machine.num_gpus, gpu_ram_mb=machine.gpu_ram_mb, billing=Billing.ON_DEMAND,
-            compute_micros_h=machine.price_micros_h, disk_micros_gb_month=0, upload_micros_gb=0, download_micros_gb=0,
-            up_mbps=machine.up_mbps, down_mbps=machine.down_mbps, reliability=machine.reliability, region="",
-            max_duration_s=None, dlperf=0.0, ports=1 if machine.relay_port else 0, fetched_at=self._clock(),
-        )  # fmt: skip
 
     async def rent(self, offer: Offer, spec: RentSpec) -> RentResult:
         """One ssh command that starts the script. Raises only for orders that must not be sent."""
@@ -162,7 +137,7 @@ class Static:
             raise BadRequest("give an offer of this list, a label of one line, and no bid", provider=self._name)
         public = (machine.address, machine.relay_port) if machine.relay_port else None
         text = scripts.program(spec.onstart, spec.env, public, spec.ports)
-        instance_id = instance_id_of(machine.name, spec.label)
+        instance_id = shapes.instance_id_of(machine.name, spec.label)
         other = self._state.of_machine(machine.name)
         if machine.name in self._asked or (other is not None and other.instance_id != instance_id):
             busy = OfferGone(f"{machine.name} is taken: wait until it is released", provider=self._name)
@@ -170,17 +145,10 @@ class Static:
         self._asked.add(machine.name)
         try:
             # Before the command: an answer that is lost must not make the machine look free.
-            self._state.put(self._entry(machine, instance_id, spec))
+            self._state.put(shapes.taken(machine, instance_id, spec))
             return await self._start(machine, instance_id, spec.label, text)
         finally:
             self._asked.discard(machine.name)
-
-    def _entry(self, machine: Machine, instance_id: str, spec: RentSpec) -> Taken:
-        ports = spec.ports[:1] if machine.relay_port else ()
-        return Taken(
-            instance_id, spec.label, machine.name, machine.address, machine.user, machine.port, machine.identity_file,
-            machine.gpu_name, ports,
-        )  # fmt: skip
 
     async def _start(self, machine: Machine, instance_id: str, label: str, text: str) -> RentResult:
         answer = await self._run("create", machine, scripts.start(instance_id, label, text))
@@ -206,30 +174,14 @@ class Static:
             raise MalformedAnswer(f"{machine.name}: {error}", provider=self._name) from error
 
     def _instance(self, seen: scripts.Seen, machine: Machine) -> Instance:
-        known = self._machines.get(machine.name, machine)
-        entry = self._state.entries.get(seen.instance_id)
-        ports = {port: known.relay_port for port in (entry.ports if entry else ()) if known.relay_port}
-        return Instance(
-            provider=self._name, instance_id=seen.instance_id, label=seen.label,
-            phase=Phase.RUNNING if seen.running else Phase.FAILED, raw_status="running" if seen.running else "exited",
-            detail="" if seen.running else "its script has ended: see the log", billing=Billing.ON_DEMAND,
-            compute_micros_h=known.price_micros_h, machine_id=machine.name, gpu_name=known.gpu_name,
-            started_at=datetime.fromtimestamp(seen.started_at, UTC) if seen.started_at is not None else None,
-            public_host=machine.address if ports else None, ports=ports,
-        )  # fmt: skip
+        known, entry = self._machines.get(machine.name, machine), self._state.entries.get(seen.instance_id)
+        return shapes.instance(seen, machine, known, entry, self._name)
 
     async def get(self, instance_id: str) -> Instance | None:
         """One instance; None only when its machine was reached and says that it has another or none."""
         machine = self._machine_of(instance_id)
         seen = await self._seen("show", machine)
         return self._instance(seen, machine) if seen is not None and seen.instance_id == instance_id else None
-
-    def _unreached(self, entry: Taken, error: ProviderError) -> Instance:
-        return Instance(
-            provider=self._name, instance_id=entry.instance_id, label=entry.label, phase=Phase.UNKNOWN,
-            raw_status="unreachable", detail=str(error), billing=Billing.ON_DEMAND, compute_micros_h=None,
-            machine_id=entry.machine, gpu_name=entry.gpu_name, started_at=None,
-        )  # fmt: skip
 
     async def list(self) -> Listing:
         """What runs on the machines: each is asked, for state files get lost and late commands still arrive.
@@ -254,7 +206,9 @@ class Static:
                     refused.append(answer)
                 log.warning("%s: %s could not be asked: %s", self._name, machine.name, answer)
                 self._quiet[machine.name] = now + QUIET
-                found += [self._unreached(e, answer) for e in entries.values() if e.machine == machine.name]
+                found += [
+                    shapes.unreached(e, answer, self._name) for e in entries.values() if e.machine == machine.name
+                ]
             elif isinstance(answer, BaseException):
                 raise answer
             elif answer is not None:

@@ -40,8 +40,9 @@ from providers.base import (
 
 from . import parse
 from .client import NOT_SENT, Http, OnRequest
-from .errors import parse_object, redact
+from .errors import malformed
 from .limiter import Intervals
+from .outcome import outcome
 from .payload import check_bid, create_body, search_body
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class VastAI:
         return [offer for offer, passed in found if passed and not self._taken(offer)]
 
     def _malformed(self, message: str, answer: Any) -> MalformedAnswer:
-        return MalformedAnswer(message, provider=self._name, raw=redact(json.dumps(answer, default=str)))
+        return malformed(message, answer, self._name)
 
     async def rent(self, offer: Offer, spec: RentSpec) -> RentResult:
         """One create request. Raises only for requests that must not be sent (BadRequest, CapabilityError)."""
@@ -144,8 +145,8 @@ class VastAI:
         finally:
             self._lane.release()
 
-    def _refused(self, error: ProviderError, doomed: str | None = None) -> RentResult:
-        return RentResult("refused", doomed_id=doomed, error=error)
+    def _refused(self, error: ProviderError) -> RentResult:
+        return RentResult("refused", error=error)
 
     async def _create(self, offer: Offer, body: dict[str, Any]) -> RentResult:
         self._asked[offer.machine_id] = self._clock()
@@ -161,29 +162,12 @@ class VastAI:
             lost = Transient(f"create: {type(error).__name__} {error}", provider=self._name)
             result = RentResult("unknown", error=lost)
         else:
-            result = self._outcome(response)
+            result = outcome(response, lambda: self._http.error("create", response), self._name)
             if isinstance(result.error, RateLimited):
                 del self._asked[offer.machine_id]
         code = result.error.code if result.error is not None else "ok"
         self._http.report("create", "unknown" if result.outcome == "unknown" else code)
         return result
-
-    def _outcome(self, response: httpx.Response) -> RentResult:
-        """What an answer to a create proves."""
-        answer = parse_object(response.text)
-        made = _contract_id(answer)
-        success = (answer or {}).get("success")
-        if response.is_success and success is not False:
-            if made is not None:
-                return RentResult("created", instance_id=made)
-            return RentResult("unknown", error=self._malformed("create: an answer without new_contract", answer))
-        error = self._http.error("create", response)
-        if made is not None:
-            return self._refused(error, doomed=made)
-        told = answer is not None and (success is False or "error" in answer) and response.status_code < 500
-        if told or isinstance(error, RateLimited):
-            return self._refused(error)
-        return RentResult("unknown", error=error)
 
     async def get(self, instance_id: str) -> Instance | None:
         """One instance; None for `{"instances": null}` or 404 no_such_instance."""
@@ -308,10 +292,3 @@ class VastAI:
     async def aclose(self) -> None:
         """Close connections."""
         await self._http.client.aclose()
-
-
-def _contract_id(answer: dict[str, Any] | None) -> str | None:
-    made = (answer or {}).get("new_contract")
-    if isinstance(made, bool) or not isinstance(made, int | str) or not str(made).isdigit():
-        return None
-    return str(made)

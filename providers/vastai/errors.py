@@ -56,6 +56,11 @@ def parse_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def malformed(message: str, answer: Any, provider: str) -> MalformedAnswer:
+    """The error of a success that can't be used, with what was answered."""
+    return MalformedAnswer(message, provider=provider, raw=redact(json.dumps(answer, default=str)))
+
+
 def _seconds(headers: Mapping[str, str], name: str) -> float | None:
     try:
         return float(headers[name])

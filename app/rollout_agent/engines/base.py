@@ -17,7 +17,7 @@ from app.protocol.errors import IntegrityError, Unavailable
 from app.protocol.job import SamplingSpec
 from app.snapshots.manifest import Manifest
 
-STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I8": torch.int8}
 
 
 class Interrupted(Unavailable):
@@ -63,6 +63,11 @@ class Engine(Protocol):
     @property
     def version(self) -> int | None:
         """Installed policy version; None before the first `install`."""
+        ...
+
+    @property
+    def quantisation(self) -> str | None:
+        """How the weights in force were quantised before they were sent; None: they were not."""
         ...
 
     @property
@@ -112,8 +117,11 @@ def unique_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def check_layout(manifest: Manifest, expected: Mapping[str, Sequence[int]]) -> None:
-    """Hold a manifest's tensors against the model's names and shapes. Raises IntegrityError that names what differs."""
-    found = {entry.name: entry for entry in manifest.tensors}
+    """Hold a manifest's tensors against the model's names and shapes. Raises IntegrityError that names what differs.
+
+    Scales of quantised tensors are no tensors of the model; that they fit, the manifest has seen to.
+    """
+    found = {entry.name: entry for entry in manifest.weights}
     missing = sorted(expected.keys() - found.keys())
     extra = sorted(found.keys() - expected.keys())
     if missing or extra:
@@ -127,4 +135,5 @@ def check_layout(manifest: Manifest, expected: Mapping[str, Sequence[int]]) -> N
                 f"snapshot v{manifest.version}: {name} has shape {list(entry.shape)}, the model needs {list(shape)}"
             )
         if entry.dtype not in STORED_DTYPES:
-            raise IntegrityError(f"snapshot v{manifest.version}: {name} has dtype {entry.dtype}, not one of BF16, F32")
+            known = ", ".join(STORED_DTYPES)
+            raise IntegrityError(f"snapshot v{manifest.version}: {name} has dtype {entry.dtype}, not one of {known}")

@@ -41,6 +41,11 @@ class PacedEngine:
         return self._inner.version
 
     @property
+    def quantisation(self) -> str | None:
+        """The inner engine's."""
+        return self._inner.quantisation
+
+    @property
     def tokenizer(self) -> Any:
         """The inner engine's tokenizer."""
         return self._inner.tokenizer

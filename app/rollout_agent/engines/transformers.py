@@ -61,6 +61,7 @@ class TransformersEngine:
         self._device = torch.device(device)
         self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         self._version: int | None = None
+        self._quantisation: str | None = None
         self._tokenizer: Any = None
         self._model: Any = None
         self._names: frozenset[str] = frozenset()
@@ -73,6 +74,11 @@ class TransformersEngine:
     def version(self) -> int | None:
         """Installed policy version."""
         return self._version
+
+    @property
+    def quantisation(self) -> str | None:
+        """How the installed weights were quantised before they were sent."""
+        return self._quantisation
 
     @property
     def tokenizer(self) -> Any:
@@ -121,7 +127,7 @@ class TransformersEngine:
         """
         check_layout(manifest, {name: tuple(tensor.shape) for name, tensor in self._weights.items()})
         try:
-            state = decode(payload)
+            state = decode(payload, self._dtype)
         except (OSError, ValueError) as error:
             raise IntegrityError(f"the payload of snapshot v{version} can't be read: {error}"[:500]) from error
         wrong = [n for n, t in self._weights.items() if n not in state or state[n].shape != t.shape]
@@ -137,7 +143,7 @@ class TransformersEngine:
                 check_loaded(payload, manifest, self._weights)
         except (RuntimeError, OSError) as error:
             raise Tainted(f"copying v{version} into the model failed: {error}"[:500]) from error
-        self._version = version
+        self._version, self._quantisation = version, manifest.quantisation
 
     def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
         """Sample all requests as one batch."""

@@ -58,6 +58,10 @@ class Job(Base):
     idle_seconds: Mapped[float] = mapped_column(default=0.0)
     """Waiting after the first step: the time until the first rollouts arrive is start-up, not a bubble."""
     bytes_from_learner: Mapped[int] = mapped_column(default=0)
+    uplink_measured: Mapped[float | None]
+    """B_0 in Mbit/s, as the learner's relay measures it."""
+    uplink_used: Mapped[float | None]
+    """What it is taken for instead of the setting."""
     reward_train: Mapped[float | None]
     reward_eval: Mapped[float | None]
     reward_eval_initial: Mapped[float | None]

@@ -42,6 +42,11 @@ class Node(Base):
     bytes_relayed: Mapped[int] = mapped_column(default=0)
     deltas_applied: Mapped[int] = mapped_column(default=0)
     bytes_saved: Mapped[int] = mapped_column(default=0)
+    up_measured: Mapped[float | None]
+    """Mbit/s; `app/fleet/links.py` says what is measured and what is used of it."""
+    up_used: Mapped[float | None]
+    down_measured: Mapped[float | None]
+    down_used: Mapped[float | None]
     progress: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     errors: Mapped[dict[str, Any]] = mapped_column(default=dict)
     drain: Mapped[bool] = mapped_column(default=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from fastapi import FastAPI
 
-from providers.marketplace import MarketConfig
+from providers.marketplace import MarketConfig, auction
 from providers.marketplace.clock import NS
 from providers.marketplace.contract import Contract, State
 from providers.marketplace.market import Market
@@ -68,7 +68,7 @@ class Vast:
         for contract in self.market.live():
             if contract.state is State.LOADING and contract.due_ns <= self.market.clock.now_ns():
                 self.market.running(contract, NO_PID, 0.0)
-        self.market.decide()
+        auction.decide(self.market)
         for contract in self.market.contracts.values():
             if contract.state is State.DESTROYED and self.market.machine_of(contract).tenant == contract.id:
                 self.market.vacate(contract)

@@ -56,6 +56,7 @@ REFUSALS: list[tuple[str, Spoil]] = [
     ("versions", _spoiled(span_starts=[1])),
     ("reward", _spoiled(reward=float("inf"))),
     ("finish_reason", _spoiled(finish_reason="bored")),
+    ("quantisation", _spoiled(quantisation="int8")),
 ]
 
 
@@ -81,6 +82,23 @@ async def test_bad_file_is_refused_counted_and_its_work_given_out_again(control:
     assert await node.produce(1) == [items[0].id]
     assert [ref.work_items for ref in await learner.poll()] == [[items[0].id]]
     assert (await control.node_row(node.id)).files_refused == 0
+
+
+async def test_a_job_with_quantised_snapshots_takes_only_files_that_say_so(control: World) -> None:
+    job_id = await control.create(snapshot={"quantise": "int8"})
+    _, (node,) = await control.running(job_id)
+    items, slot = await node.work(1)
+    assert slot is not None
+    data = encode(node.rollouts(items))
+    await node.put(slot, data)
+    answer = await node.commit(slot, data, [i.id for i in items])
+    assert answer.json()["reason"] == "quantisation"
+    assert "snapshot.quantise" in answer.json()["detail"]
+    items, slot = await node.work(1)
+    assert slot is not None
+    data = encode(node.rollouts(items, quantisation="int8"))
+    await node.put(slot, data)
+    assert (await node.commit(slot, data, [i.id for i in items])).json()["accepted"] == [items[0].id]
 
 
 async def test_file_that_is_not_there_or_not_the_one_committed_is_refused(control: World) -> None:

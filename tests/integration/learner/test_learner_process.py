@@ -26,7 +26,8 @@ CACHE = Path(__file__).parents[3] / ".echo2" / "test-cache"
 
 
 def spec(**changes) -> JobSpec:
-    learner = {"learning_rate": 6e-4, "eval_every": 2, "eval_by": "learner", "eval_prompts": 32, **changes.pop("learner", {})}
+    learner = {"learning_rate": 6e-4, "eval_every": 2, "eval_by": "learner", "eval_prompts": 32}
+    learner |= changes.pop("learner", {})
     return JobSpec.model_validate(
         {
             "model": "tiny",

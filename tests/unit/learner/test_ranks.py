@@ -17,7 +17,7 @@ from app.learner.packing import check_packing
 from app.learner.parallel.launch import launch
 from app.learner.parallel.messages import packed, unpacked
 from app.learner.parallel.ranks import ALONE, Group
-from app.learner.process import open_objects
+from app.learner.session import open_objects
 from app.learner.sink import relay_url
 from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import BadInput, LearnerError, Unavailable

@@ -261,3 +261,25 @@ def test_every_valid_set_of_rollouts_comes_back_as_it_was(made: tuple[list[Rollo
     assert oldest == {item: min(r.oldest_version for r in rows if r.work_item == item) for item in expected}, (
         "staleness counts from the oldest token of the group"
     )
+
+
+@pytest.mark.parametrize(("mark", "wanted"), [(None, None), ("int8", "int8"), ("int8", None), (None, "int8")])
+def test_a_file_says_how_its_weights_were_quantised_and_is_held_to_the_jobs_setting(
+    mark: str | None, wanted: str | None
+) -> None:
+    table = read_table(encode([replace(row, quantisation=mark) for row in good()]))
+    assert {row.quantisation for row in rollouts(table)} == {mark}
+
+    def held() -> None:
+        validate(table, EXPECTED, newest_version=5, max_tokens=8, quantised=wanted)
+
+    if mark == wanted:
+        held()
+    else:
+        assert refused(held) == "quantisation"
+
+
+def test_one_file_is_of_one_kind_of_weights() -> None:
+    first, *rest = good()
+    with pytest.raises(ValueError, match="int8"):
+        encode([replace(first, quantisation="int8"), *rest])

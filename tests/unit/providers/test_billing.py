@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from providers.marketplace import auction
 from providers.marketplace.billing import DAY_NS, GB, HOUR_NS, MONTH_NS, Account, Kind, Tariff
 from providers.marketplace.clock import NS
 from providers.marketplace.config import MarketConfig, load_machines
@@ -122,11 +123,11 @@ def test_a_dead_host_bills_nothing(market: Market, clock: FakeClock) -> None:
 def test_an_outbid_instance_does_not_resume_on_a_dead_host(market: Market) -> None:
     contract = rent(market, "A100 SXM4", bid=500_000)
     machine = market.machine_of(contract)
-    market.reprice([machine], lambda m: (m.dph_base, 600_000))
-    market.decide()
+    auction.reprice(market, [machine], lambda m: (m.dph_base, 600_000))
+    auction.decide(market)
     market.set_offline(machine, offline=True)
-    market.reprice([machine], lambda m: (m.dph_base, 400_000))
-    market.decide()
+    auction.reprice(market, [machine], lambda m: (m.dph_base, 400_000))
+    auction.decide(market)
     market.stop(contract)
     assert contract.state is State.OFFLINE
 
@@ -148,7 +149,7 @@ def test_on_demand_keeps_its_price_and_a_bid_pays_itself(market: Market, clock: 
     spot = rent(market, "A100 SXM4", bid=500_000)
     for contract in (fixed, spot):
         market.running(contract, 1, 0.0)
-    market.reprice(market.machines.values(), lambda m: (m.dph_base * 2, m.min_bid))
+    auction.reprice(market, market.machines.values(), lambda m: (m.dph_base * 2, m.min_bid))
     clock.pass_s(3600)
     market.set_bid(spot, 700_000)
     clock.pass_s(3600)
@@ -161,15 +162,15 @@ def test_outbid_stops_the_gpu_and_resumes_by_itself(market: Market, clock: FakeC
     contract = rent(market, "A100 SXM4", bid=500_000)
     market.running(contract, 1, 0.0)
     machine = market.machine_of(contract)
-    market.reprice([machine], lambda m: (m.dph_base, 500_001))
-    market.decide()
+    auction.reprice(market, [machine], lambda m: (m.dph_base, 500_001))
+    auction.decide(market)
     assert (contract.state, contract.outbid) == (State.STOPPED, True)
     clock.pass_s(3600)
     market.settle_all()
     assert bill(contract)["gpu"] == 0
     assert bill(contract)["disk"] == 20_000
-    market.reprice([machine], lambda m: (m.dph_base, 500_000))
-    market.decide()
+    auction.reprice(market, [machine], lambda m: (m.dph_base, 500_000))
+    auction.decide(market)
     assert contract.state is State.LOADING
 
 
@@ -177,7 +178,7 @@ def test_without_credit_machines_stop_and_nothing_more_is_rented(market: Market,
     contract = rent(market, "H100 SXM")
     market.running(contract, 1, 0.0)
     clock.pass_s(3600 * 600)
-    market.decide()
+    auction.decide(market)
     assert contract.state is State.STOPPED
     with pytest.raises(Refused, match="credit"):
         rent(market, "L40S")

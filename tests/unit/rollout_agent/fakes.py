@@ -64,6 +64,7 @@ class ScriptedEngine:
 
     def __init__(self, failures: Sequence[Exception] = ()) -> None:
         self.version: int | None = 7
+        self.quantisation: str | None = None
         self.tokenizer: Any = Letters()
         self.batches: list[Sequence[GenRequest]] = []
         self._failures = iter(failures)

@@ -20,6 +20,7 @@ class FixedEngine:
     """Answers every request with the same completions after `takes_s` on its clock."""
 
     version: int | None = 3
+    quantisation: str | None = None
     tokenizer: Any = None
 
     def __init__(self, tokens: Sequence[int], takes_s: float) -> None:

@@ -13,7 +13,7 @@ from app.snapshots import Pacer
 from app.snapshots.choice import following, patience, repairers
 from app.snapshots.frames import HEADER, KEEP_ALIVE, PADDING_BYTES, LeafParser, frame, stream_bytes
 from app.snapshots.pacer import HEADROOM, PACKETS, SO_MAX_PACING_RATE, TCP_INFO_BYTES, Shares, stuck
-from app.snapshots.upstream import Source
+from app.snapshots.sources import Source
 from tests.unit.snapshots.test_manifest import PAYLOAD, manifest
 
 LEAVES = [PAYLOAD[i : i + 256] for i in range(0, len(PAYLOAD), 256)]

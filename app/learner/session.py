@@ -1,0 +1,256 @@
+"""One process's work on one job: from the answer to its start to its last word.
+
+Invariant: nothing is rented before model and task have been loaded and the relay serves a version; the last word is
+said after the final model and all reports are where they belong. What was opened is closed, however the work ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import torch
+
+from app.learner.buffer import ReplayBuffer
+from app.learner.cache import FileCache
+from app.learner.checkpoints import save
+from app.learner.client import Control
+from app.learner.config import LearnerSettings
+from app.learner.heart import Heart, Status
+from app.learner.inbox import GroupReader, Inbox, counted
+from app.learner.journal import NAME, Journal, open_board
+from app.learner.keeper import Keeper, take_best
+from app.learner.loop import Loop
+from app.learner.model import trained_weights
+from app.learner.outbox import Directives, Outbox
+from app.learner.parallel.ranks import ALONE, Ranks
+from app.learner.position import Ending, Position
+from app.learner.prepare import Parts, prepare, put_assets, put_final
+from app.learner.publisher import Publisher, Save
+from app.learner.resume import FLUSH_S, fetch_checkpoint, resume
+from app.learner.sink import RelaySink
+from app.protocol.errors import BadInput
+from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer
+from app.snapshots.rates import Rate
+from app.storage.objects import ObjectStore
+from app.storage.stores import open_store, parse_folder_url
+from app.tasks.prompts import encode_prompt
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One process's work on one job, after `start`."""
+
+    def __init__(self, settings: LearnerSettings, control: Control, answer: StartAnswer, ranks: Ranks = ALONE) -> None:
+        spec = answer.spec
+        self._ranks = ranks
+        self._settings = settings
+        self._control = control
+        self._answer = answer
+        self._objects = open_objects(settings, answer)
+        self._directives = Directives(
+            LearnerDirectives(command="run", staleness_budget=spec.first_staleness, publish_period=spec.first_period)
+        )
+        self._status = Status()
+        self._buffer = ReplayBuffer()
+        self._outbox = Outbox(control, self._directives)
+        self._sink: RelaySink | None = None
+        self._publisher: Publisher | None = None
+        self._inbox: Inbox | None = None
+        self._heart = Heart(control, self._status, self._directives, self._bytes_served, uplink=self._uplink)
+        self._checkpoints = settings.work_dir / "checkpoints"
+        self._prefix = f"jobs/{answer.job_id}/checkpoints/"
+        self._journal: Journal | None = None
+        self._keeper = Keeper(
+            self._objects,
+            self._prefix,
+            self._checkpoints,
+            every=spec.learner.checkpoint_upload_every,
+            keep=spec.learner.checkpoint_keep,
+            also=self._put_journal,
+        )
+        self.step = answer.last_step
+
+    def run(self) -> None:
+        """Train until the end and say so. Raises EchoError."""
+        self._heart.start()
+        self._outbox.start()
+        parts = prepare(self._answer, self._settings, self._ranks)
+        torch.manual_seed(self._answer.spec.seed)
+        fetch_checkpoint(self._objects, self._prefix, self._checkpoints)
+        position = resume(self._answer, self._checkpoints, parts.trainer, self._buffer, self._outbox)
+        self.step = parts.trainer.steps
+        self._open_journal()
+        self._status.set("loading", self.step)
+        put_assets(self._objects, self._answer.job_id, parts.files)
+        sink, publisher = self._open(parts)
+        loop = self._loop(parts, publisher, position)
+        size = self._publish_current(parts, sink, publisher, position, loop)
+        answer = self._control.ready(
+            Ready(
+                resume_step=parts.trainer.steps,
+                parameters=parts.loaded.parameters,
+                snapshot_bytes=size,
+                train_prompts=parts.task.train_size,
+                eval_prompts=parts.evaluator.prompts,
+                t_train_prior=parts.t_train_prior,
+                manifest_public_key=sink.public_key,
+                assets=parts.assets,
+            )
+        )
+        self._directives.update(answer)
+        self._buffer.plan({step.step: step.work_items for step in answer.replay})
+        self._follow(parts)
+        try:
+            ending = loop.run()
+        finally:
+            self.step = parts.trainer.steps
+        if ending.kind != "aborted":
+            self._finish(parts, publisher, loop, ending)
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self._heart.stop()
+        if self._inbox is not None:
+            self._inbox.stop()
+        if self._publisher is not None:
+            self._publisher.stop()
+        self._keeper.stop()
+        self._outbox.stop()
+        if self._journal is not None:
+            self._journal.close()
+        if self._sink is not None:
+            self._sink.stop()
+
+    def _bytes_served(self) -> int:
+        return 0 if self._sink is None else self._sink.bytes_served
+
+    def _uplink(self) -> Rate | None:
+        return None if self._sink is None else self._sink.uplink()
+
+    def _open_journal(self) -> None:
+        folder = self._settings.work_dir
+        wanted = self._answer.spec.learner.tensorboard
+        board = open_board(folder / "tensorboard", purge_step=self.step + 1) if wanted else None
+        self._journal = Journal(folder, resume_step=self.step, board=board)
+
+    def _put_journal(self) -> None:
+        if self._journal is not None and self._journal.path.exists():
+            self._objects.put_file(f"jobs/{self._answer.job_id}/{NAME}", self._journal.path)
+
+    def _open(self, parts: Parts) -> tuple[RelaySink, Publisher]:
+        sink = RelaySink(
+            self._settings.work_dir,
+            job_id=self._answer.job_id,
+            relay_token=self._answer.relay_token,
+            host=self._settings.learner_relay_host,
+            port=self._settings.learner_relay_port,
+            announce=self._settings.learner_relay_announce,
+            uplink_bytes_per_s=self._settings.learner_uplink_bytes_per_s,
+            objects=self._objects,
+            assets=parts.assets,
+            snapshots=self._answer.spec.snapshot,
+        )
+        sink.start()
+        self._sink = sink
+        keep = self._answer.spec.learner.checkpoint_keep
+        self._publisher = Publisher(
+            sink,
+            self._checkpoints,
+            self._outbox,
+            self._directives,
+            save_checkpoint=lambda root, checkpoint: save(root, checkpoint, keep=keep),
+            saved=self._keeper.saved,
+        )
+        self._keeper.start()
+        self._publisher.start()
+        return sink, self._publisher
+
+    def _publish_current(
+        self, parts: Parts, sink: RelaySink, publisher: Publisher, position: Position, loop: Loop
+    ) -> int:
+        """Serve v_step, or the newer version that was published before a checkpoint was lost; its payload bytes.
+
+        A version never changes, so what was published under a number is not published again from other weights.
+        """
+        step = parts.trainer.steps
+        newest = max(self._answer.published_version or 0, sink.newest or 0)
+        version = step if step >= newest else newest
+        position.published = version
+        if version == step or sink.newest == version:
+            state = parts.trainer.state()
+            fresh = loop.checkpoint(state) if position.evaluated < 0 and step == 0 else None
+            publisher.submit(Save(version, state.weights, fresh))
+            publisher.flush(FLUSH_S)
+            self._outbox.flush(FLUSH_S)
+        else:
+            log.warning("v%d is published but not on this machine; nodes pull it from the object store", version)
+        return 2 * sum(t.numel() for t in trained_weights(parts.loaded.model).values())
+
+    def _loop(self, parts: Parts, publisher: Publisher, position: Position) -> Loop:
+        return Loop(
+            self._answer.spec,
+            self._answer.job_id,
+            trainer=parts.trainer,
+            evaluate=parts.evaluator.run,
+            eval_prompts=parts.evaluator.prompts,
+            buffer=self._buffer,
+            publisher=publisher,
+            outbox=self._outbox,
+            directives=self._directives,
+            status=self._status,
+            position=position,
+            extra_metrics=lambda: counted(self._inbox.invalid) if self._inbox else {},
+            journal=self._journal,
+        )
+
+    def _follow(self, parts: Parts) -> None:
+        # Its own tokenizer: one object of the library may not be used by two threads at once.
+        tokenizer = copy.deepcopy(parts.loaded.tokenizer)
+        spec = self._answer.spec
+        reader = GroupReader(
+            self._objects,
+            lambda index: encode_prompt(tokenizer, parts.task.train(index)),
+            group_size=spec.batch.group_size,
+            max_tokens=spec.sampling.max_tokens,
+            vocabulary=parts.loaded.model.get_input_embeddings().num_embeddings,
+            quantised=spec.snapshot.quantise,
+            cache=FileCache(self._settings.work_dir / "trajectories", self._settings.learner_cache_bytes),
+        )
+        self._inbox = Inbox(self._control, reader, self._buffer, self._directives)
+        self._inbox.start()
+
+    def _finish(self, parts: Parts, publisher: Publisher, loop: Loop, ending: Ending) -> None:
+        """Final evaluation, checkpoint, the model as a Hugging Face folder in the store, the last word."""
+        spec = self._answer.spec.learner
+        self._status.set("finishing", parts.trainer.steps)
+        loop.evaluate(final=True)
+        self._status.set("finishing", parts.trainer.steps)
+        publisher.flush(FLUSH_S)
+        self._keeper.stop(FLUSH_S)
+        step = parts.trainer.steps
+        self._keeper.put(step, save(self._checkpoints, loop.checkpoint(), keep=spec.checkpoint_keep))
+        self._put_journal()
+        said = take_best(parts.trainer, self._checkpoints, loop.position.best) if spec.final == "best" else ""
+        prefix = f"jobs/{self._answer.job_id}/final/"
+        put_final(self._objects, prefix, parts, self._answer.spec, self._settings.work_dir / "final")
+        self._outbox.flush(FLUSH_S)
+        status = "succeeded" if ending.kind == "succeeded" else "finished"
+        self._control.done(Done(status=status, reason=ending.reason + said, step=step, final_prefix=prefix))
+
+
+def open_objects(settings: LearnerSettings, answer: StartAnswer) -> ObjectStore:
+    """The object store of the settings, else the one that the control service names, else a folder of our own.
+
+    Raises BadInput for a folder that is on another machine: nothing that is put there would ever be found.
+    """
+    url, endpoint = settings.object_store_url, settings.s3_endpoint_url
+    if not url and answer.object_store_url:
+        url, endpoint = answer.object_store_url, endpoint or answer.s3_endpoint_url
+        if url.startswith("file:") and not parse_folder_url(url).is_dir():
+            raise BadInput(
+                f"the control service keeps its objects in the folder {url}, which is not on this machine: start the "
+                "learner there, or let ECHO2_OBJECT_STORE_URL of the control service be an s3:// URL"
+            )
+    return open_store(url or settings.objects_url, endpoint_url=endpoint)

@@ -1,0 +1,45 @@
+"""The end of a node's parts.
+
+Invariant: each part is ended, whatever the end of another one raises or however long it takes, and that within a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from typing import Protocol
+
+import httpx
+
+from app.rollout_agent.engines.base import Engine
+
+ENGINE_CLOSE_S = 5.0
+
+
+class Stoppable(Protocol):
+    """The part of a relay that is used here; its `stop` ends within a time."""
+
+    async def stop(self) -> None: ...
+
+
+async def close_parts(
+    relay: Stoppable | None, http: httpx.AsyncClient, engine: Engine, engine_pool: Executor, score_pool: Executor
+) -> None:
+    """Stop serving, then free the engine in its thread. Raises TimeoutError when relay or engine do not come to an end.
+
+    Threads that hang in a task's reward are not waited for.
+    """
+    async with AsyncExitStack() as parts:  # ends them in reverse order, all of them
+        parts.callback(engine_pool.shutdown, wait=False, cancel_futures=True)
+        parts.push_async_callback(_close, engine, engine_pool)
+        parts.callback(score_pool.shutdown, wait=False, cancel_futures=True)
+        parts.push_async_callback(http.aclose)
+        if relay is not None:
+            parts.push_async_callback(relay.stop)
+
+
+async def _close(engine: Engine, pool: Executor) -> None:
+    # The engine was interrupted: its thread is free within one token.
+    async with asyncio.timeout(ENGINE_CLOSE_S):
+        await asyncio.get_running_loop().run_in_executor(pool, engine.close)
