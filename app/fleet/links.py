@@ -65,7 +65,7 @@ def culprit(rate: float, sender: Link, receiver: Link) -> Literal["sender", "rec
     receiver: a sender that is wrongly blamed stands at a chain's end, where its uplink isn't needed, and the next one
     that has the same receiver shows who it was.
     """
-    slow_sender, slow_receiver = (0 < end.mbps <= rate * SURE for end in (sender, receiver))
+    slow_sender, slow_receiver = _about(sender, rate), _about(receiver, rate)
     if slow_sender != slow_receiver:
         return "sender" if slow_sender else "receiver"
     if slow_sender:
@@ -77,7 +77,13 @@ def culprit(rate: float, sender: Link, receiver: Link) -> Literal["sender", "rec
 def hop(rate: float, limited: bool, sender: Link, receiver: Link) -> tuple[Link, Link]:
     """Both ends after a sender has measured a hop of its own."""
     guilty = culprit(rate, sender, receiver) if limited else None
-    return (
-        learn(sender, rate, limited=guilty == "sender"),
-        learn(receiver, rate, limited=guilty == "receiver"),
-    )
+    after = learn(receiver, rate, limited=guilty == "receiver")
+    if guilty == "receiver" and not _about(receiver, rate) and sender.measured is not None:
+        # Only what it carried earlier speaks for the sender: it doesn't do so for ever.
+        return replace(sender, measured=sender.measured + WEIGHT * (rate - sender.measured)), after
+    return learn(sender, rate, limited=guilty == "sender"), after
+
+
+def _about(link: Link, rate: float) -> bool:
+    """Whether the link is known to carry hardly more than `rate`."""
+    return 0 < link.mbps <= rate * SURE

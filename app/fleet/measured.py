@@ -71,12 +71,14 @@ async def take_learner(session: AsyncSession, job: Job, beat: LearnerHeartbeat, 
     """Take what the learner's relay has measured. True: B_0 is taken for another than before."""
     if beat.up_bytes_per_s is None:
         return False
-    heads = [down_link(n, x) for n, x in await _pulling_from(session, job, LEARNER)]
-    together = Link(sum(x.mbps for x in heads), sum(x.measured or 0.0 for x in heads) or None)
+    heads = await _pulling_from(session, job, LEARNER)
+    links = [down_link(n, x) for n, x in heads]
+    together = links[0] if len(links) == 1 else Link(sum(x.mbps for x in links), sum(x.measured or 0.0 for x in links))
     before = learner_link(job, uplink_mbps)
-    link, _ = hop(wire_mbps(beat.up_bytes_per_s), beat.up_limited, before, together)
+    link, down = hop(wire_mbps(beat.up_bytes_per_s), beat.up_limited, before, together)
     job.uplink_measured, job.uplink_used = link.measured, link.used
-    return link.used != before.used
+    changed = len(heads) == 1 and _put_down(heads[0][0], down)
+    return changed or link.used != before.used
 
 
 async def _own_limit(session: AsyncSession, job: Job, beat: Heartbeat, rate: float) -> bool:

@@ -167,6 +167,7 @@ class Views:
                 "chain_depth_max": job.chain_depth_max,
                 "completed": times[0],
                 "t_bcast_mean": times[1],
+                "quantise": job.spec.get("snapshot", {}).get("quantise"),
                 **await publishes(session, job.id, nodes),
             },
             "totals": {

@@ -2,6 +2,8 @@
 
 Invariant: one process at a time works in a job's folder; whatever goes wrong that the control service can be told, it
 is told, as the job's reason. An unknown model or task fails before `ready`, so before anything is rented.
+What fails before there is a session (the lock, an object store that isn't on this machine) is this process's failure
+and not the job's: started in the right place, the learner goes on.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from contextlib import ExitStack
 
 import torch
 
@@ -110,18 +111,19 @@ class Session:
             self._finish(parts, publisher, loop, ending)
 
     def close(self) -> None:
-        """Stop all threads."""
-        self._heart.stop()
-        if self._inbox is not None:
-            self._inbox.stop()
-        if self._publisher is not None:
-            self._publisher.stop()
-        self._keeper.stop()
-        self._outbox.stop()
-        if self._journal is not None:
-            self._journal.close()
-        if self._sink is not None:
-            self._sink.stop()
+        """Stop all threads: each of them, whatever the end of another one raises."""
+        with ExitStack() as ends:  # the last one named comes first
+            if self._sink is not None:
+                ends.callback(self._sink.stop)
+            if self._journal is not None:
+                ends.callback(self._journal.close)
+            ends.callback(self._outbox.stop)
+            ends.callback(self._keeper.stop)
+            if self._publisher is not None:
+                ends.callback(self._publisher.stop)
+            if self._inbox is not None:
+                ends.callback(self._inbox.stop)
+            ends.callback(self._heart.stop)
 
     def _bytes_served(self) -> int:
         return 0 if self._sink is None else self._sink.bytes_served

@@ -1,7 +1,7 @@
 """What a node counts and reports when a version does not come, or does not work, as it should.
 
-Invariant: a fault is counted whether or not its report is taken; a report never stops what it reports about. Only Gone
-and Unauthorized are raised: then there is nobody to work for.
+Invariant: a fault is counted whether or not its report is taken. Raised are Gone and Unauthorized only, when there is
+nobody to work for any more, and WorkerFault, when installing has failed too often in a row.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Node:
 
     async def close(self) -> None:
         """Stop the relay and free the engine. Raises TimeoutError when one of them does not come to an end."""
-        await close_parts(self._relay, self._pull_http, self._engine, self._engine_pool, self._score_pool)
+        await close_parts(self._relay, self._pull_http, self._engine.close, self._engine_pool, self._score_pool)
 
     async def _live(self) -> None:
         loop = asyncio.get_running_loop()

@@ -103,6 +103,8 @@ class SendMeter:
         self._began: tuple[float, float, float] | None = None
         """Clock, seconds held up, seconds starved at the window's beginning; None before a socket was full."""
         self._spell: Rate | None = None
+        self._limits = 0
+        """Windows of this spell that found a limit."""
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
@@ -113,7 +115,7 @@ class SendMeter:
         finally:
             self._streams -= 1
             if not self._streams:
-                self._began = self._spell = None
+                self._began, self._spell, self._limits = None, None, 0
 
     @contextlib.contextmanager
     def sending(self, count: int) -> Iterator[None]:
@@ -144,7 +146,10 @@ class SendMeter:
         window = Window(self._count, now - began, self._held.seconds - held, self._starved.seconds - starved)
         found = judge(window)
         if found is not None:
-            self.rate = self._spell = blend(self._spell, found)
+            self._limits += found.limited
+            # On a busy machine a write may take long without a full buffer: the first window holds what filled it then.
+            fresh = found.limited and self._limits == 2
+            self.rate = self._spell = found if fresh else blend(self._spell, found)
             self.windows += 1
             self._open(now)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.fleet.learning import PAGE
+from app.fleet.trajectories import PAGE
 from app.protocol.trajectory import encode
 from tests.integration.control.rig import World
 

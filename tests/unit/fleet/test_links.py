@@ -142,3 +142,18 @@ def test_a_slow_end_is_found_and_stands_behind(seed: int, slow_end: str) -> None
     assert arrangements[-1] == arrangements[-2] == arrangements[-3], "it comes to rest"
     if slow_end == "up":
         assert chain[-1] == liar
+
+
+def test_a_sender_that_was_fast_once_is_not_believed_for_ever() -> None:
+    sender, blamed = Link(1000.0, 900.0), 0
+    while culprit(100.0, sender, Link(1000.0)) == "receiver":
+        sender, child = hop(100.0, True, sender, Link(1000.0))
+        assert (sender.mbps, child.mbps) == (1000.0, 100.0)
+        blamed += 1
+    assert 2 <= blamed <= 6
+    assert hop(100.0, True, sender, Link(1000.0))[0].mbps < 130
+
+
+def test_a_sender_loses_no_credit_to_a_child_that_is_known_to_be_slow() -> None:
+    sender = Link(1000.0, 900.0)
+    assert hop(100.0, True, sender, Link(100.0))[0] == sender

@@ -161,3 +161,14 @@ def test_each_measurement_is_told_once() -> None:
     again = news.of("peer", meter)
     assert again is not None
     assert again == meter.rate
+
+
+def test_a_first_window_that_holds_what_filled_the_buffer_does_not_last() -> None:
+    clock = Clock()
+    meter = SendMeter(clock)
+    with meter.stream():
+        send(meter, clock, MB, 0.1)  # a busy machine, not a full buffer
+        send(meter, clock, 8 * MB, 0.1)
+        for _ in range(23):
+            send(meter, clock, MB, 0.1)
+    assert meter.rate == Rate(pytest.approx(10 * MB), True)
