@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import activation, sight
 from app.fleet.accounts import Accounts
 from app.fleet.bidding import Bidding
+from app.fleet.books import books
 from app.fleet.core import Core
 from app.fleet.demand import Demand
 from app.fleet.leases import Choice, Leases
@@ -117,9 +118,10 @@ class Controller:
 
     async def _observe(self, session: AsyncSession, job_id: str) -> sight.Seen:
         job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
-        leases = list(await session.scalars(select(Lease).where(Lease.job_id == job_id)))
-        nodes = {n.lease_id: n for n in await session.scalars(select(Node).where(Node.job_id == job_id))}
-        return sight.Seen(job, JobSpec.model_validate(job.spec), leases, nodes)
+        found = await books(session, job_id)
+        known = [x.id for x in found.leases]
+        nodes = {n.lease_id: n for n in await session.scalars(select(Node).where(Node.lease_id.in_(known)))}
+        return sight.Seen(job, JobSpec.model_validate(job.spec), found.leases, nodes, found.before)
 
     async def decide(self, job_id: str, why: str) -> None:
         """Estimate, decide, write down, act."""

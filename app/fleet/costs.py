@@ -13,6 +13,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import budget, forecast, money
+from app.fleet.books import books
 from app.fleet.core import Core
 from app.protocol.base import moment, usd
 from app.protocol.job import JobStatus
@@ -63,8 +64,8 @@ class Costs:
 
     async def expect(self, session: AsyncSession, job: Job) -> forecast.Forecast:
         """What to expect of the job."""
-        leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
-        exposure, status = self._exposure(job, leases), JobStatus(job.status)
+        found = await books(session, job.id)
+        exposure, status = self._exposure(job, found.leases, found.before), JobStatus(job.status)
         recent = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(forecast.RECENT + 1)
         steps = sorted(await session.scalars(recent), key=lambda s: s.step)
         course = forecast.Course(
@@ -111,8 +112,9 @@ class Costs:
         over = forecast.over_budget(expected, job.budget_micros, job.forecast_over)
         return None if over == job.forecast_over else (job, expected)
 
-    def _exposure(self, job: Job, leases: Sequence[Lease]) -> budget.Exposure:
-        return money.exposure(job, leases, self.core.clock(), self.core.settings.wind_down_seconds)
+    def _exposure(self, job: Job, leases: Sequence[Lease], before: int = 0) -> budget.Exposure:
+        kept = self.core.settings.wind_down_seconds
+        return money.exposure(job, leases, self.core.clock(), kept, before=before)
 
     async def _hours_left(self, session: AsyncSession, job: Job, steps: Sequence[Step]) -> float | None:
         """Seconds until the job's hours are over, as far as its steps tell; pauses don't count."""

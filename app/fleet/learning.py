@@ -14,6 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import money, replay, staleness, trajectories
+from app.fleet.books import books
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
 from app.fleet.estimates import smooth, weight
@@ -37,7 +38,7 @@ from app.protocol.learner import (
     TrajectoryPage,
 )
 from app.protocol.node import NodeState
-from app.storage.models import Evaluation, Job, Lease, Node, SnapshotRow, Step
+from app.storage.models import Evaluation, Job, Node, SnapshotRow, Step
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class Learning:
         await replay.mark_trained(session, job, report.step, report.trained)
         await replay.mark_dropped(self.core, session, job, report.dropped)
         now = self.core.clock()
-        leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
+        found = await books(session, job.id)
         rollouts = len(report.trained) * size
         working = select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE)
         active = list(await session.scalars(working))
@@ -198,7 +199,7 @@ class Learning:
                 reward=report.reward, rollouts=rollouts, dropped=len(report.dropped) * size,
                 lags={str(k): v for k, v in report.lags.items()}, metrics=report.metrics,
                 nodes=len(active), mu_pool=sum(n.mu_measured or 0.0 for n in active),
-                spent_micros=money.total_spent(leases, now),
+                spent_micros=found.before + money.total_spent(found.leases, now),
             )
         )  # fmt: skip
         # The rehearsal's time is a guess; the first real step replaces it.

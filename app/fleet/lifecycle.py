@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import budget, money
 from app.fleet.attached import AWAY, AWAY_S, WAITS, Presence, is_attached, presence, waiting
+from app.fleet.books import Books, books
 from app.fleet.core import Core
 from app.fleet.nodes import Nodes
 from app.fleet.supervisor import Supervisor
@@ -45,11 +46,12 @@ class Lifecycle:
             if status.final:
                 return
             await self.nodes.expire(session, job)
-            leases = list(await session.scalars(select(Lease).where(Lease.job_id == job_id)))
+            found = await books(session, job_id)
+            leases = found.leases
             stuck = await self.watchdog.check(session, job)
             if stuck is not None:
                 self.end(session, job, JobStatus.FAILED, stuck)
-            if status is not JobStatus.DRAINING and not self._end_if_due(session, job, leases):
+            if status is not JobStatus.DRAINING and not self._end_if_due(session, job, found):
                 start_learner = self._learner(session, job)
                 self._advance(session, job, leases)
             if job.status == JobStatus.DRAINING:
@@ -85,7 +87,7 @@ class Lifecycle:
         job.outcome = job.outcome or outcome
         self.move(session, job, JobStatus.DRAINING, reason)
 
-    def _end_if_due(self, session: AsyncSession, job: Job, leases: list[Lease]) -> bool:
+    def _end_if_due(self, session: AsyncSession, job: Job, found: Books) -> bool:
         """Begin to drain when the learner is done or finishing, the money runs out, or time is up."""
         spec, now = JobSpec.model_validate(job.spec), self.core.clock()
         if job.outcome is not None or job.learner_done:
@@ -94,7 +96,8 @@ class Lifecycle:
         if job.learner_state == "finishing" or (spec.stop.steps is not None and job.step >= spec.stop.steps):
             self.move(session, job, JobStatus.DRAINING, "the stop rule is met; the learner saves the model")
             return True
-        exposure = money.exposure(job, leases, now, self.core.settings.wind_down_seconds)
+        kept = self.core.settings.wind_down_seconds
+        exposure = money.exposure(job, found.leases, now, kept, before=found.before)
         if budget.must_wind_down(exposure, self.core.settings.tick_seconds * 3):
             self.end(
                 session, job, JobStatus.BUDGET_EXHAUSTED,

@@ -44,14 +44,19 @@ def up_mbps(node: Node | None, lease: Lease) -> float:
     return lease.up_mbps if node is None else up_link(node, lease).mbps
 
 
-async def take_node(session: AsyncSession, job: Job, node: Node, lease: Lease, beat: Heartbeat) -> bool:
-    """Take what a node has measured. True: somebody's link is taken for another than before, so chains may change."""
+async def take_node(
+    session: AsyncSession, job: Job, node: Node, lease: Lease, beat: Heartbeat, *, store_has_room: bool
+) -> bool:
+    """Take what a node has measured. True: somebody's link is taken for another than before, so chains may change.
+
+    `store_has_room`: the object store sends whatever a node can take.
+    """
     if beat.down_bytes_per_s is None and beat.up_bytes_per_s is None:
         return False
     changed = False
     if beat.down_bytes_per_s is not None:
         rate = wire_mbps(beat.down_bytes_per_s)
-        limited = await _own_limit(session, job, beat, rate)
+        limited = store_has_room if beat.down_source == "store" else await _own_limit(session, job, beat, rate)
         changed = _put_down(node, learn(down_link(node, lease), rate, limited=limited))
     if beat.up_bytes_per_s is not None:
         rate = wire_mbps(beat.up_bytes_per_s)
@@ -82,10 +87,8 @@ async def take_learner(session: AsyncSession, job: Job, beat: LearnerHeartbeat, 
 
 
 async def _own_limit(session: AsyncSession, job: Job, beat: Heartbeat, rate: float) -> bool:
-    """Whether what a node receives is limited by its own link: the store has room, and so has a learner whose uplink
-    was seen to carry clearly more for each of its children. Of a peer its parent's relay tells."""
-    if beat.down_source == "store":
-        return True
+    """Whether what a node receives is limited by its own link, its source being a learner whose uplink was seen to
+    carry clearly more for each of its children. Of a peer its parent's relay tells."""
     if beat.down_source != LEARNER or job.uplink_measured is None:
         return False
     children = len(await _pulling_from(session, job, LEARNER))

@@ -133,14 +133,14 @@ def total_spent(leases: Iterable[Lease], now: float) -> int:
     return sum(sum(spent(lease, now).values()) for lease in leases)
 
 
-def exposure(job: Job, leases: Sequence[Lease], now: float, wind_down_s: float) -> Exposure:
-    """The job's money now.
+def exposure(job: Job, leases: Sequence[Lease], now: float, wind_down_s: float, *, before: int = 0) -> Exposure:
+    """The job's money now; `before` is what its leases cost that are over and not among `leases`.
 
     A job that drains has used a part of the time that was kept back for it.
     """
     if job.status == JobStatus.DRAINING:
         wind_down_s = max(0.0, wind_down_s - (now - job.status_since))
-    return exposure_of(leases, now, budget=job.budget_micros, wind_down_s=wind_down_s)
+    return exposure_of(leases, now, budget=job.budget_micros, wind_down_s=wind_down_s, before=before)
 
 
 def exposure_of(leases: Sequence[Lease], now: float, *, budget: int, wind_down_s: float, before: int = 0) -> Exposure:

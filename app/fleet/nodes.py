@@ -119,7 +119,9 @@ class Nodes(Roster):
                 return self._over("this node was given up; its lease is over")
             was = node.policy_version
             self._take(session, node, lease, beat)
-            if await take_node(session, job, node, lease, beat):
+            # A folder is read through this service, which all nodes share.
+            roomy = self.core.settings.object_store_url.startswith("s3://")
+            if await take_node(session, job, node, lease, beat, store_has_room=roomy):
                 await self.links_changed(session, job)
             if beat.policy_version is not None and beat.policy_version != was:
                 finished = await self._broadcast_done(session, job)

@@ -35,6 +35,8 @@ class Seen:
     leases: Sequence[Lease]
     nodes: dict[str, Node]
     """By lease."""
+    before: int = 0
+    """What the job's leases cost that are over and not among these, micro-dollars."""
 
     @property
     def usable(self) -> list[Lease]:

@@ -41,7 +41,7 @@ class Spending:
     ) -> tuple[list[Choice], Room]:
         """Of the wanted offers those that budget and caps allow, one after the other, and the room left beside them."""
         settings, now = self.core.settings, self.core.clock()
-        exposure = money.exposure(seen.job, seen.leases, now, settings.wind_down_seconds)
+        exposure = money.exposure(seen.job, seen.leases, now, settings.wind_down_seconds, before=seen.before)
         choices, extra = [], 0
         for p in wanted:
             held = replace(exposure, pending_micros_h=exposure.pending_micros_h + extra)
@@ -89,7 +89,8 @@ class Spending:
             return
         settings = self.core.settings
         need = cheapest.price.total * (settings.min_lease_seconds + settings.wind_down_seconds) / 3600
-        left = money.exposure(seen.job, seen.leases, self.core.clock(), settings.wind_down_seconds).remaining
+        now, kept = self.core.clock(), settings.wind_down_seconds
+        left = money.exposure(seen.job, seen.leases, now, kept, before=seen.before).remaining
         reason = (
             f"the budget can't pay a node: ${usd(max(0, left))} is left, and {cheapest.offer.gpu_name} needs "
             f"${usd(round(need))} to start, work and be given back"

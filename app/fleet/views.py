@@ -12,6 +12,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import money, pricing
+from app.fleet.books import Books, books
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
 from app.fleet.costs import Costs
@@ -64,7 +65,7 @@ class Views:
 
     async def job(self, session: AsyncSession, job: Job) -> dict[str, Any]:
         """A job as read: the spec as posted, with its patches, and the state."""
-        leases = list(await session.scalars(select(Lease).where(Lease.job_id == job.id)))
+        found = await books(session, job.id)
         fleet = {**job.spec["fleet"], "max_nodes": job.max_nodes}
         return {
             **job.spec,
@@ -99,7 +100,7 @@ class Views:
                 "dropped": await dropped_counts(session, job.id),
             },
             "capacity": self._capacity(job),
-            "cost": self._cost_summary(job, leases),
+            "cost": self._cost_summary(job, found),
             "final_prefix": job.final_prefix,
         }
 
@@ -108,8 +109,9 @@ class Views:
         keys = ("mu_min", "mu_target", "mu_steered", "mu_knee", "mu_pool", "feasible", "explanation", "steering")
         return {key: job.capacity.get(key) for key in keys}
 
-    def _cost_summary(self, job: Job, leases: Sequence[Lease]) -> dict[str, Any]:
-        exposure = money.exposure(job, leases, self.core.clock(), self.core.settings.wind_down_seconds)
+    def _cost_summary(self, job: Job, found: Books) -> dict[str, Any]:
+        kept = self.core.settings.wind_down_seconds
+        exposure = money.exposure(job, found.leases, self.core.clock(), kept, before=found.before)
         projected = _projected(job, exposure.spent)
         return {
             "budget_usd": usd(job.budget_micros),

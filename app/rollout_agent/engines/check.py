@@ -47,7 +47,7 @@ def check_loaded(payload: Path, manifest: Manifest, weights: Mapping[str, torch.
 
 def _loaded(tensor: torch.Tensor, entry: TensorEntry, stored: bytes, scale: torch.Tensor | None) -> Any:
     """The bytes that a loaded tensor stands for: `stored`, if it is what they make; else others."""
-    bits = None if entry.dtype == "I8" else _bits(tensor, entry)
+    bits = _bits(tensor, entry)
     if bits is None:  # the engine holds it in a type that can't give the bits back
         return stored if _same_after_cast(tensor, entry, stored, scale) else b""
     return bits

@@ -11,7 +11,7 @@ from blake3 import blake3
 from app.learner.buffer import ReplayBuffer
 from app.learner.inbox import GroupReader, Inbox
 from app.learner.outbox import Directives
-from app.protocol.errors import BadInput, Unavailable
+from app.protocol.errors import BadInput, Refused, Unavailable
 from app.protocol.learner import LearnerDirectives, TrajectoryPage, TrajectoryRef
 from app.protocol.trajectory import encode
 from app.storage.stores import FolderStore
@@ -114,6 +114,23 @@ def test_a_wrong_row_rejects_its_group(tmp_path: Path, fields):
     inbox.take(reference(store, [changed(**fields)]))
     assert outcome(buffer) == ([], ["a"])
     assert sum(inbox.invalid.values()) == 1
+
+
+@pytest.mark.parametrize(("wanted", "mark"), [("int8", "int8"), ("int8", None), (None, "int8")])
+def test_the_mark_of_quantised_weights_reaches_the_buffer_and_must_be_the_jobs(
+    tmp_path: Path, wanted: str | None, mark: str | None
+):
+    store = FolderStore(tmp_path)
+    reader = GroupReader(store, prompt_ids, group_size=4, max_tokens=8, vocabulary=VOCABULARY, quantised=wanted)
+    made = group("a")
+    rows = tuple(dataclasses.replace(r, quantisation=mark) for r in made.rollouts)
+    ref = reference(store, [dataclasses.replace(made, rollouts=rows)])
+    if mark == wanted:
+        assert {r.quantisation for g in reader.read(ref) for r in g.rollouts} == {mark}
+    else:
+        with pytest.raises(Refused) as refusal:
+            reader.read(ref)
+        assert refusal.value.reason == "quantisation"
 
 
 @pytest.mark.parametrize("changes", [{"size": 1}, {"blake3": "0" * 64}, {"key": "jobs/j/trajectories/0/none.parquet"}])

@@ -86,3 +86,15 @@ def test_without_deltas_all_is_whole_and_it_says_so(tmp_path: Path) -> None:
         made = learner.publish(version, weights(version))
         assert (made.delta, made.note) == (None, "deltas are off")
         assert learner.upload(version) == "full"
+
+
+def test_what_is_published_is_quantised_if_the_job_says_so_deltas_too(tmp_path: Path) -> None:
+    state = {"w": torch.randn(100, 100, generator=torch.Generator().manual_seed(0))}
+    plain = sink(tmp_path / "a", MemoryObjects()).publish(0, state)
+    learner = sink(tmp_path / "b", MemoryObjects(), quantise="int8")
+    small = learner.publish(0, state)
+    assert small.bytes < 0.6 * plain.bytes
+    state["w"][3] *= 1.5
+    made = learner.publish(1, state)
+    assert made.delta is not None, made.note
+    assert made.delta.bytes < 0.1 * small.bytes

@@ -13,6 +13,7 @@ from app.learner.outbox import Directives, Outbox
 from app.learner.publisher import Publisher, Save
 from app.protocol.errors import LearnerError, Unavailable
 from app.protocol.learner import EvalReport, LearnerDirectives, StepReport
+from app.snapshots.rates import Rate
 from tests.unit.learner.fakes import FENCED, FakeControl, FakeSink
 
 WORD = LearnerDirectives(command="run", staleness_budget=3, publish_period=2)
@@ -179,5 +180,11 @@ def test_a_heartbeat_says_how_long_it_has_waited():
     status.set("waiting")
     beat = status.heartbeat(11)
     assert (beat.step, beat.state, beat.waiting_for_s, beat.bytes_served) == (4, "waiting", 5.0, 11)
+    assert (beat.up_bytes_per_s, beat.up_limited) == (None, False)
     status.set("training", 5)
     assert status.heartbeat(11).waiting_for_s == 0
+
+
+def test_a_heartbeat_tells_what_the_relay_measured():
+    beat = Status().heartbeat(11, Rate(2e6, True))
+    assert (beat.up_bytes_per_s, beat.up_limited) == (2e6, True)

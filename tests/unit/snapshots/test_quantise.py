@@ -187,6 +187,8 @@ def test_a_delta_between_quantised_versions_gives_the_payload_bit_for_bit(tmp_pa
     second = learner.publish(weights, version=1, key=KEY, quantise="int8")
     assert second.delta is not None, second.note
     assert second.delta.manifest.quantisation is None
+    with pytest.raises(ValidationError, match="a delta has a base"):
+        Manifest.model_validate(second.delta.manifest.model_dump() | {"quantisation": "int8"})
     incoming = node.begin_delta(second.delta.document, second.delta.whole)
     incoming_leaves(incoming, second.delta.path)
     got = incoming.complete()

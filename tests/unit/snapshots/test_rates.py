@@ -133,6 +133,7 @@ def test_a_receiver_leaves_out_the_time_in_which_nothing_was_sent() -> None:
         meter.got(MB)
         clock.now += 0.1
     assert meter.rate == Rate(pytest.approx(10 * MB), False)
+    assert meter.windows == 1, "the pause is in none"
 
 
 def test_a_link_on_which_every_leaf_takes_long_is_measured() -> None:
