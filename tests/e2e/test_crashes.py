@@ -27,7 +27,9 @@ def test_a_killed_learner_goes_on_without_a_gap_or_a_repetition(stage: Stage, st
     assert 0 < story.step_at_kill < STEPS
     steps = stage.all(f"/v1/jobs/{story.job_id}/steps")
     assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
-    assert {s["rollouts"] for s in steps} == {PROMPTS * GROUP}
+    # A step may take further whole groups where some have no signal.
+    assert all(PROMPTS * GROUP <= s["rollouts"] <= 2 * PROMPTS * GROUP for s in steps)
+    assert all(s["rollouts"] % GROUP == 0 for s in steps)
     # What was accepted meanwhile is there at once, however much was consumed before.
     assert steps[story.resumed_step]["t_idle"] < 8.0
     trained = stage.rows("SELECT trained_step FROM work_items WHERE job_id = ? AND status = 'trained'", story.job_id)
