@@ -35,7 +35,8 @@ def test_every_fault_of_renting_is_survived_without_an_orphan(stage: Stage) -> N
         assert lease["gpu_since"] is None, "a machine that never ran is not paid by the hour"
     assert lost["state"] == "released"
     assert lost["join_token_used_at"] is not None
-    assert len({x["machine_id"] for x in leases}) == 5, "a machine that failed is left alone"
+    tried = [x["machine_id"] for x in (failed, broken, outbid, lost)]
+    assert len(set(tried)) == 4, "a machine that failed is left alone; being asked too often is nobody's fault"
 
     adopted = stage.events(job_id, "lease_adopted")
     assert [e["data"]["lease"] for e in adopted] == [lost["id"]], "the answer was lost, the machine was not"
