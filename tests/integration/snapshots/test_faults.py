@@ -315,6 +315,58 @@ async def test_a_node_killed_during_the_download_goes_on_with_what_it_can_verify
     assert upstream.asked == [0, 3]
 
 
+async def test_a_learner_killed_in_mid_publish_leaves_no_half_and_completes_it_when_it_is_back(
+    tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    origin = make_store(tmp_path / "origin")
+    first = publish(origin, 1)
+    async with AsyncExitStack() as stack:
+        learner = await stack.enter_async_context(relay_of(origin))
+        node = Node(tmp_path / "N", [Source("learner", url(learner))], client)
+        child = Node(tmp_path / "child", [], client)
+        node.target = child.target = 2
+        async with running(node), relay_of(node.store) as between:
+            child.sources = [Source("peer", url(between), "N")]
+            async with running(child):
+                await node.has(1)
+                await child.has(1)
+                second = publish(make_store(tmp_path / "second"), 2)
+                upstream = FakeUpstream(second, dies)
+                dying = await stack.enter_async_context(upstream.serve())
+                node.sources = [Source("learner", dying)]
+                await node.until(lambda: node.leaves(2) == CUT)
+                upstream.announces, upstream.script = False, dies
+                assert node.store.latest().version == 1, "half a version is not installed"
+                assert child.store.latest().version == 1
+                assert first.payload_path.read_bytes() != second.payload_path.read_bytes()
+
+                # It comes back at another address, with the same signed version out of its checkpoint.
+                back = FakeUpstream(second, stream_all)
+                node.sources = [Source("learner", await stack.enter_async_context(back.serve()))]
+                got, passed_on = await node.has(2), await child.has(2)
+    assert back.asked == [CUT], "the node goes on at its leaf"
+    assert got.payload_path.read_bytes() == second.payload_path.read_bytes()
+    assert passed_on.payload_path.read_bytes() == second.payload_path.read_bytes()
+
+
+async def test_a_version_that_died_with_its_learner_gives_way_to_the_next(
+    tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    lost = publish(make_store(tmp_path / "lost"), 2)
+    upstream = FakeUpstream(lost, falls_silent)
+    next_store = make_store(tmp_path / "next")
+    newer = publish(next_store, 3)
+    async with upstream.serve() as dying, relay_of(next_store) as heir:
+        node = Node(tmp_path / "N", [Source("learner", dying)], client)
+        async with running(node):
+            await node.until(lambda: node.leaves(2) == CUT)
+            node.sources = [Source("learner", url(heir))]
+            upstream.release.set()
+            got = await node.has(3)
+            assert node.store.get(2) is None, "the half is nobody's version"
+    assert got.payload_path.read_bytes() == newer.payload_path.read_bytes()
+
+
 async def test_a_source_that_does_not_announce_the_target_is_passed_over(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
