@@ -27,8 +27,10 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Unit tests side by side; those with real processes one after the other, so that none waits for a busy machine.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest tests/integration tests/e2e
 
 # What only benchmarks need, such as the solver that finds the exact optimum.
 BENCH_STAMP := $(VENV)/.bench

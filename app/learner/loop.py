@@ -158,7 +158,9 @@ class Loop:
         every = self._spec.learner.checkpoint_every
         publish = self._publish_due(step)
         keep = publish if every is None else step % every == 0
-        if publish and self._exam_due(step):
+        # A candidate that still waits is about to be replaced, and the fleet will evaluate what replaces it.
+        replaced = self.position.candidate is not None and self.position.candidate == self._publisher.waiting
+        if publish and (replaced or self._exam_due(step)):
             self.position.candidate, self.position.evaluated, keep = step, step, True
         began = self._clock()
         if publish or keep:

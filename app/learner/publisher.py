@@ -101,6 +101,12 @@ class Publisher:
         self._thread.start()
 
     @property
+    def waiting(self) -> int | None:
+        """The version that is queued and not begun: a newer one would take its place."""
+        with self._changed:
+            return None if self._waiting is None else self._waiting.version
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is queued or running."""
         with self._changed:

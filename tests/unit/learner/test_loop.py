@@ -13,7 +13,7 @@ from app.learner.heart import Status
 from app.learner.loop import Loop
 from app.learner.outbox import Directives, Outbox
 from app.learner.position import Position
-from app.learner.publisher import Publisher
+from app.learner.publisher import Publisher, Save
 from app.learner.trainer import StepMetrics, TrainerState
 from app.protocol.errors import LearnerError
 from tests.unit.learner.fakes import FakeControl, FakeSink
@@ -360,10 +360,24 @@ def test_the_learner_does_not_stop_for_an_evaluation_by_the_fleet(tmp_path: Path
     with Rig(tmp_path, stop={"steps": 6}, learner={"eval_every": 3}) as rig:
         rig.feed(12, version=5)
         rig.run()
+        rig.publisher.flush(20)
     assert rig.evaluations == [0], "v0 only"
     assert rig.position.candidate == 6
-    kept = [c.progress for c in rig.saved]
-    assert 4 in [p.step for p in kept if p.candidate_step == 4], "the first version published after step 3"
+    assert (rig.saved[-1].progress.step, rig.saved[-1].progress.candidate_step) == (6, 6)
+
+
+def test_a_version_that_another_replaces_is_not_waited_for(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 6}, learner={"eval_every": 4}) as rig:
+        rig.sink.gate.clear()  # v0 takes long, so that later versions wait, and the newest of them wins
+        rig.publisher.submit(Save(0, {}, None))
+        assert rig.sink.entered.wait(20)
+        rig.feed(12, version=5)
+        rig.run()
+        assert rig.publisher.waiting == 6
+        rig.sink.gate.set()
+        rig.publisher.flush(20)
+    assert rig.sink.published == [0, 6]
+    assert rig.position.candidate == 6, "v4 is never published, so that nobody evaluates it"
 
 
 def test_what_the_fleet_measured_ends_the_job_and_picks_the_best_checkpoint(tmp_path: Path):
