@@ -372,7 +372,7 @@ def test_a_version_that_another_replaces_is_not_waited_for(tmp_path: Path):
         rig.publisher.submit(Save(0, {}, None))
         assert rig.sink.entered.wait(20)
         rig.feed(12, version=5)
-        rig.run()
+        rig.loop.run()
         assert rig.publisher.waiting == 6
         rig.sink.gate.set()
         rig.publisher.flush(20)
