@@ -27,10 +27,11 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Unit tests side by side; those with real processes one after the other, so that none waits for a busy machine.
+# What runs in one process side by side; what starts processes of its own one after the other, so that none waits for a
+# busy machine.
 test: lint
-	$(BIN)/python -m pytest -n 2 tests/unit
-	$(BIN)/python -m pytest tests/integration tests/e2e
+	$(BIN)/python -m pytest -n 2 tests/unit tests/integration/control tests/integration/providers tests/integration/storage
+	$(BIN)/python -m pytest tests/integration/learner tests/integration/rollout_agent tests/integration/snapshots tests/e2e
 
 # What only benchmarks need, such as the solver that finds the exact optimum.
 BENCH_STAMP := $(VENV)/.bench
