@@ -13,7 +13,7 @@ STEP_S = 5.0
 START_S = 1_800_000_000
 NODES = 14
 """Machines of each of the two jobs that run at a time."""
-MACHINES = 90
+MACHINES = 200
 
 
 @dataclass(frozen=True, slots=True)
