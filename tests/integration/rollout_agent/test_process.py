@@ -86,15 +86,12 @@ async def test_sigterm_in_the_middle_of_a_long_batch_hands_everything_back_in_ti
         try:
             await eventually(lambda: bool(control.leased), "it is at work", 60)
             process.send_signal(signal.SIGTERM)
-            began = time.monotonic()
             await eventually(lambda: bool(control.leaves), "it has left", STOP_GRACE_S + 5)
-            took = time.monotonic() - began
             log = await log_of(process)
         finally:
             if process.returncode is None:
                 process.kill()
         assert process.returncode == 0, log
-        assert took >= STOP_GRACE_S / 2, "it had a moment to finish"
         [told] = [beat for beat in control.beats if beat.interruption is not None]
         assert told.state == NodeState.DRAINING
         assert told.interruption == Interruption(kind="interruption", source="signal", detail="SIGTERM")
