@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from app.protocol.node import Interruption, NodeState
