@@ -45,7 +45,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Hysteresis. Defaults from FACTS §2.4 (inferred: the paper gives none)."""
+    """Hysteresis. The defaults are ours: the paper gives none."""
 
     rent_below: float = 1.0
     """Rent only when the pool lies below this share of the target, and then up to the target."""

@@ -1,7 +1,8 @@
 """Where the target goes once the learner's waiting is measured: from Eq. 2 toward the true knee. Pure.
 
 Eq. 2 supposes that nodes stand still during a broadcast; ours go on under the old version, so the learner is fed from
-about R / T_train upward and Eq. 2 asks for κT_train / (κT_train − T_bcast) times as much (FACTS §2.3, a simulation).
+about R / T_train upward and Eq. 2 asks for κT_train / (κT_train − T_bcast) times as much
+(`bench.steering` simulates both).
 How much is needed in truth is measured: the bubble ratio says too little, a learner that never waits says enough.
 
 Invariant: the aim lies between γ·R/T_train and twice that; it moves at most once a window of steps, and upward only

@@ -95,7 +95,7 @@ def test_weight_is_a_share_and_grows_with_the_sample(a: float, b: float) -> None
 @pytest.mark.parametrize(
     ("size", "nodes", "uplink", "link", "seconds"),
     [
-        (32_800_000_000, 9, 800.0, 525.0, 500.0),  # FACTS §4.4: pipelined, ≈500 s at N = 9
+        (32_800_000_000, 9, 800.0, 525.0, 500.0),  # the paper's figure: pipelined, ≈500 s at N = 9
         (32_800_000_000, 1, 800.0, 525.0, 500.0),
         (1_000_000_000, 10, 1000.0, 100.0, 80.0),
         (1_000_000_000, 3, 100.0, 1000.0, 80.0),  # the uplink is the narrow place

@@ -73,7 +73,7 @@ def test_any_fleet_from_any_state_is_arranged_well(uplink: float, members: list[
 @pytest.mark.parametrize(
     ("uplink", "links", "chains"),
     [
-        (800.0, [525.0] * 9, 1),  # FACTS §4.4: one chain of nine
+        (800.0, [525.0] * 9, 1),  # the paper's figure: one chain of nine
         (1000.0, [100.0] * 9, 9),
         (1000.0, [100.0] * 30, 10),
         (1000.0, [300.0] * 30, 3),
