@@ -15,6 +15,53 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Literal, Protocol, runtime_checkable
 
+# A part of the interface: who talks to a provider imports both from here.
+from providers.errors import (
+    AuthError as AuthError,
+)
+from providers.errors import (
+    BadRequest as BadRequest,
+)
+from providers.errors import (
+    BidTooLow as BidTooLow,
+)
+from providers.errors import (
+    CapabilityError as CapabilityError,
+)
+from providers.errors import (
+    CreditError as CreditError,
+)
+from providers.errors import (
+    EndpointDeprecated as EndpointDeprecated,
+)
+from providers.errors import (
+    InstanceNotFound as InstanceNotFound,
+)
+from providers.errors import (
+    MalformedAnswer as MalformedAnswer,
+)
+from providers.errors import (
+    NoCapacity as NoCapacity,
+)
+from providers.errors import (
+    OfferGone as OfferGone,
+)
+from providers.errors import (
+    ProviderError as ProviderError,
+)
+from providers.errors import (
+    QuotaError as QuotaError,
+)
+from providers.errors import (
+    RateLimited as RateLimited,
+)
+from providers.errors import (
+    Retry as Retry,
+)
+from providers.errors import (
+    Transient as Transient,
+)
+
 MICROS_PER_USD = 1_000_000
 HOURS_PER_MONTH = 720
 """vast.ai's month for storage prices (verified against its documented example)."""
@@ -210,117 +257,6 @@ class PriceIncrease:
     increase_id: str
     compute_micros_h: int
     """Whole machine, without disk and traffic."""
-
-
-class Retry(StrEnum):
-    """What the caller may do after an error."""
-
-    NEVER = "never"
-    BACKOFF = "backoff"
-    NEXT_OFFER = "next_offer"
-    NEXT_POOL = "next_pool"
-
-
-class ProviderError(Exception):
-    """Root of everything an adapter raises. `code` is stable; `raw` is the provider's text without secrets."""
-
-    code = "provider_error"
-    retry = Retry.NEVER
-
-    def __init__(self, message: str, *, provider: str = "", raw: str = "") -> None:
-        super().__init__(message)
-        self.provider = provider
-        self.raw = raw[:500]
-
-
-class AuthError(ProviderError):
-    """The key is missing, wrong, or may not do this."""
-
-    code = "provider_auth"
-
-
-class CreditError(ProviderError):
-    """The account has no money left."""
-
-    code = "provider_credit"
-
-
-class QuotaError(ProviderError):
-    """The account's quota forbids this kind of machine."""
-
-    code = "provider_quota"
-    retry = Retry.NEXT_POOL
-
-
-class RateLimited(ProviderError):
-    """Asked too often; wait `wait_s` seconds."""
-
-    code = "provider_rate_limited"
-    retry = Retry.BACKOFF
-
-    def __init__(self, message: str, *, wait_s: float, daily: bool = False, provider: str = "", raw: str = "") -> None:
-        super().__init__(message, provider=provider, raw=raw)
-        self.wait_s = wait_s
-        self.daily = daily
-
-
-class OfferGone(ProviderError):
-    """Somebody else took the offer, or it was withdrawn."""
-
-    code = "offer_gone"
-    retry = Retry.NEXT_OFFER
-
-
-class NoCapacity(ProviderError):
-    """The pool has nothing left."""
-
-    code = "no_capacity"
-    retry = Retry.NEXT_POOL
-
-
-class BidTooLow(ProviderError):
-    """The bid does not win now."""
-
-    code = "bid_too_low"
-    retry = Retry.NEXT_OFFER
-
-
-class BadRequest(ProviderError):
-    """The provider says that our request is wrong."""
-
-    code = "provider_bad_request"
-
-
-class InstanceNotFound(ProviderError):
-    """The provider positively says that there is no such instance."""
-
-    code = "instance_not_found"
-
-
-class EndpointDeprecated(ProviderError):
-    """The provider retired the call: proves nothing about instances or keys."""
-
-    code = "provider_endpoint_deprecated"
-
-
-class MalformedAnswer(ProviderError):
-    """The answer can't be read; it never counts as empty."""
-
-    code = "provider_malformed_answer"
-    retry = Retry.BACKOFF
-
-
-class Transient(ProviderError):
-    """Connection, timeout or 5xx on a call that changes nothing."""
-
-    code = "provider_transient"
-    retry = Retry.BACKOFF
-
-
-class CapabilityError(ProviderError):
-    """The provider can't do this at all; raised before any call."""
-
-    code = "provider_capability"
 
 
 @runtime_checkable
