@@ -1,7 +1,7 @@
 """The trajectory file: Parquet, one row a rollout, whole groups only.
 
-Invariant: a table that `read_table` returns has exactly the schema, finite log-probs ≤ 0, one log-prob per completion
-token, version spans that cover the completion, and per work item exactly `group_size` rows with sample indices
+Invariant: a table that `read_table` returns has exactly the schema, finite log-probs ≤ 0, one log-prob and one mark per completion
+token (at least one of the policy's own), version spans that cover the completion, and per work item exactly `group_size` rows with sample indices
 0 … group_size − 1. Nothing in it is ever unpickled.
 """
 
@@ -26,13 +26,15 @@ SCHEMA = pa.schema(
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("generated", pa.list_(pa.bool_()), nullable=False),
         pa.field("span_versions", pa.list_(pa.int32()), nullable=False),
         pa.field("span_starts", pa.list_(pa.int32()), nullable=False),
         pa.field("reward", pa.float32(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
     ],
-    metadata={b"echo2.trajectory": b"1"},
+    metadata={b"echo2.trajectory": b"2"},
 )
+_ATTRIBUTE = {"generated": "written"}
 QUANTISATION = b"echo2.quantisation"
 """Key of the file's metadata: how the weights were quantised that all of it was sampled from; none: they were not."""
 FINISH_REASONS = frozenset({"stop", "length"})
@@ -63,6 +65,14 @@ class Rollout:
     reward: float
     finish_reason: str
     quantisation: str | None = None
+    generated: Sequence[bool] | None = None
+    """Of each completion token, whether the policy wrote it; None: all of them. What the environment of a multi-turn
+    task wrote has the log-prob 0 and is never trained on."""
+
+    @property
+    def written(self) -> Sequence[bool]:
+        """`generated`, spelled out."""
+        return [True] * len(self.completion_ids) if self.generated is None else self.generated
 
     @property
     def oldest_version(self) -> int:
@@ -80,7 +90,7 @@ class Expected:
 
 def encode(rollouts: Sequence[Rollout]) -> bytes:
     """Rollouts as a Parquet file. Raises ValueError if some are of quantised weights and others are not."""
-    columns = {name: [getattr(r, name) for r in rollouts] for name in SCHEMA.names}
+    columns = {name: [getattr(r, _ATTRIBUTE.get(name, name)) for r in rollouts] for name in SCHEMA.names}
     table = pa.Table.from_pydict(columns, schema=SCHEMA)
     marks = {r.quantisation for r in rollouts}
     if len(marks) > 1:
@@ -200,11 +210,18 @@ def _check_tokens(table: pa.Table, max_tokens: int) -> None:
         raise Refused("lengths", "a prompt is empty")
     if (_lengths(table, "logprobs") != tokens).any():
         raise Refused("lengths", "there must be one log-prob per completion token")
+    if (_lengths(table, "generated") != tokens).any():
+        raise Refused("lengths", "there must be one mark per completion token that says whether the policy wrote it")
+    generated = _flat(table, "generated").astype(bool)
+    if not np.logical_or.reduceat(generated, np.cumsum(tokens) - tokens).all():
+        raise Refused("lengths", "a completion has no token that the policy wrote")
     if (_flat(table, "completion_ids") < 0).any() or (_flat(table, "prompt_ids") < 0).any():
         raise Refused("lengths", "token ids must not be negative")
     logprobs = _flat(table, "logprobs")
     if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
         raise Refused("logprobs", "log-probs must be finite and at most 0")
+    if logprobs[~generated].any():
+        raise Refused("logprobs", "the log-prob of a token that the policy did not write must be 0")
 
 
 def _check_versions(table: pa.Table, newest_version: int) -> None:
@@ -235,4 +252,7 @@ def oldest_versions(table: pa.Table) -> dict[str, int]:
 def rollouts(table: pa.Table) -> list[Rollout]:
     """All rows as Rollout, in file order."""
     mark = quantisation(table)
-    return [Rollout(**row, quantisation=mark) for row in table.to_pylist()]
+    rows = table.to_pylist()
+    for row in rows:
+        row["generated"] = None if all(row["generated"]) else row["generated"]
+    return [Rollout(**row, quantisation=mark) for row in rows]

@@ -45,16 +45,42 @@ class GenRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """From token `start` on (of the completion, until the next span) version `version` sampled."""
+
+    version: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine is at, by its own figures."""
+
+    running: int
+    """Requests that are being decoded."""
+    waiting: int
+    """Requests in its queue."""
+    cache_used: float
+    """Share of the key/value cache in use, 0 to 1."""
+    preemptions: int
+    """Requests that it has put back so far because the cache was full."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sample.
 
     `token_ids` includes the end-of-sequence token when `finish_reason` is `stop`; `logprobs[i]` is the natural
     log-probability of `token_ids[i]` under the distribution that it was drawn from (temperature applied).
+    `spans` are the policy versions it was sampled under, each with the index of its first token; empty: all of it under
+    the version that was in force when it was asked for. `abort`: cut short by `abort` or `interrupt`; what is there is
+    sound and may be continued, here or elsewhere, by asking for the rest of prompt + `token_ids`.
     """
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
+    spans: Sequence[Span] = ()
 
 
 class Engine(Protocol):
@@ -100,6 +126,65 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds."""
+        ...
+
+
+class StreamEngine(Protocol):
+    """Samples single completions side by side and takes new ones at any time; lives in the agent's event loop.
+
+    It may be asked for any number of completions at once; what it can't run yet waits in its queue. `install` while
+    some are running does what `on_swap` says: "continue" goes on with them under the new version (their `spans` tell),
+    "resubmit" cuts them, and they come back as `abort`.
+    """
+
+    @property
+    def version(self) -> int | None:
+        """Installed policy version; None before the first `install`, and while the engine is tainted."""
+        ...
+
+    @property
+    def quantisation(self) -> str | None:
+        """How the weights in force were quantised before they were sent; None: they were not."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (Hugging Face interface), once `load` has run."""
+        ...
+
+    async def load(self, model_dir: Path) -> None:
+        """Prepare from config and tokenizer files (under an adapter also the base model's weights): start the engine's
+        process, wait until it answers a probe. Raises BadInput, Unavailable."""
+        ...
+
+    async def install(self, payload: Path, manifest: Manifest, version: int) -> None:
+        """Put the weights of a verified snapshot in force, as `Engine.install` does. Raises IntegrityError: nothing has
+        changed; Tainted: no version is in force until `load` and `install` have run again."""
+        ...
+
+    async def sample(self, prompt_ids: Sequence[int], *, seed: int, max_tokens: int, temperature: float) -> Completion:
+        """One completion. Raises BadInput, Unavailable (no version, or the engine's process has died: then `version`
+        is None)."""
+        ...
+
+    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float) -> list[float]:
+        """Log-prob of each completion token under the version in force, as `sample` would give it."""
+        ...
+
+    async def abort(self) -> None:
+        """Cut everything that runs or waits: each comes back with what it has, as `abort`. New ones are taken after."""
+        ...
+
+    async def load_figures(self) -> Load:
+        """The engine's figures now. Raises Unavailable."""
+        ...
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Whether one token comes out of it in time. An open port is no proof."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine's process and free what it holds."""
         ...
 
 

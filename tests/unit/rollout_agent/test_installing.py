@@ -79,7 +79,7 @@ class Forgetful(TransformersEngine):
 
             class Stale(dict[str, torch.Tensor]):
                 def __getitem__(self, key: str) -> torch.Tensor:
-                    return torch.empty_like(stale) if key == name else super().__getitem__(key)
+                    return torch.zeros_like(stale) if key == name else super().__getitem__(key)
 
             self._weights = Stale(self._weights)
 
