@@ -46,7 +46,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.models import ApiKey
 from app.storage.stores import open_store
-from app.tasks.registry import check_task
+from app.tasks.files import TaskIntake
 from providers.base import Provider
 from providers.ec2.events import notice as ec2_event
 
@@ -121,7 +121,7 @@ def build_services(
     reconciler = Reconciler(core, leases)
     return Services(
         core=core,
-        jobs=Jobs(core, lifecycle, check_task),
+        jobs=Jobs(core, lifecycle, TaskIntake(settings.task_dir, core.objects)),
         nodes=node_service,
         work=work,
         learning=Learning(core, exams, node_service),

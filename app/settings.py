@@ -154,6 +154,10 @@ class Settings(BaseSettings):
         6, gt=0, le=720, allow_inf_nan=False, description="hours, above 0 and at most 720, after which a lease ends"
     )
 
+    task_dir: Folder | None = Field(
+        None, description="a folder with the sources and the prompt files that jobs may name as their task"
+    )
+
     agent_image: str = Field(
         "pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime",
         max_length=1024,

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from app.api.deps import EpochDep, LearnerDep, ServicesDep
+from app.protocol.audits import AuditAnswer, AuditReport
 from app.protocol.learner import (
     Done,
     Drops,
@@ -77,6 +78,12 @@ async def drops(body: Drops, job_id: LearnerDep, epoch: EpochDep, svc: ServicesD
 async def evals(body: EvalReport, job_id: LearnerDep, epoch: EpochDep, svc: ServicesDep) -> LearnerDirectives:
     """Held-out reward."""
     return await svc.learning.evaluated(job_id, epoch, body)
+
+
+@router.post("/audits")
+async def audits(body: AuditReport, job_id: LearnerDep, epoch: EpochDep, svc: ServicesDep) -> AuditAnswer:
+    """What was computed again of nodes' groups."""
+    return await svc.learning.audits(job_id, epoch, body)
 
 
 @router.post("/done", status_code=204)

@@ -16,13 +16,23 @@ from app.protocol.node import (
     JoinAnswer,
     JoinRequest,
     Leave,
+    PartialAnswer,
     Report,
     SnapshotUrls,
+    UploadRequest,
+    UploadSlot,
     WorkAnswer,
     WorkRequest,
 )
+from app.protocol.startup import StartProgress
 
 router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
+
+
+@router.post("/progress", status_code=204)
+async def progress(body: StartProgress, request: Request, svc: ServicesDep) -> None:
+    """How far a machine is that has not joined; its join token stays good."""
+    await svc.nodes.progress(bearer(request), body)
 
 
 @router.post("/join")
@@ -49,6 +59,18 @@ async def work(body: WorkRequest, node_id: NodeDep, svc: ServicesDep) -> WorkAns
 async def commit(body: CommitRequest, node_id: NodeDep, svc: ServicesDep) -> CommitAnswer:
     """Commit a file that was put."""
     return await svc.work.commit(node_id, body)
+
+
+@router.post("/{node_id}/uploads")
+async def upload(body: UploadRequest, node_id: NodeDep, svc: ServicesDep) -> UploadSlot:
+    """A place to put one more file."""
+    return await svc.work.upload(node_id, body)
+
+
+@router.post("/{node_id}/partials")
+async def partials(body: CommitRequest, node_id: NodeDep, svc: ServicesDep) -> PartialAnswer:
+    """Hand back groups that were begun, by a file that was put."""
+    return await svc.work.take_partials(node_id, body)
 
 
 @router.get("/{node_id}/snapshots/{version}")

@@ -53,7 +53,7 @@ def item_seed(seed: int, ordinal: int) -> int:
     return int(state) >> 1
 
 
-def lease_deadline(*, t_train: float | None, prompts: int, items: int, node_rate_groups_s: float | None) -> float:
+def lease_deadline(*, t_train: float | None, prompts: int, items: float, node_rate_groups_s: float | None) -> float:
     """Seconds that a node has to answer `items` groups: ten times what it should need, between 20 s and 30 min."""
     expected = items / node_rate_groups_s if node_rate_groups_s else items * 2.0
     floor = 4 * t_train if t_train else 0.0

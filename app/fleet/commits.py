@@ -8,28 +8,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-import blake3
 import pyarrow as pa
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import replay
+from app.fleet import partials, prompts, replay, uploads
 from app.fleet.core import Core
 from app.fleet.exams import Exams, is_exam
 from app.fleet.exams import answers as exam_answers
-from app.protocol import trajectory
+from app.fleet.sizes import size_of
+from app.protocol import copies, trajectory
 from app.protocol.errors import Conflict, Refused
 from app.protocol.job import JobSpec
 from app.protocol.node import CommitAnswer, CommitRequest
-from app.storage.models import ExamItem, ItemStatus, Job, Node, Trajectory, WorkItem
+from app.protocol.pruning import kept
+from app.storage.models import ExamItem, GroupPrint, ItemStatus, Job, Node, Trajectory, WorkItem
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PUBLISH_LAG_S = 2.0
 """So long may the learner's word of a version come after the version itself reached a node."""
 REFUSED_TOLERATED = 20
 """A node whose files are refused this often in a row is given up by the controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a trajectory file showed that was found in order, by work item."""
+
+    versions: Mapping[str, int]
+    """Oldest version of any token."""
+    prints: Mapping[str, str]
+    """Fingerprints of those groups that chance would not make twice."""
+    seen: Mapping[str, prompts.Seen]
+    scratch: Collection[str]
+    """Items that another node had begun and this one sampled anew."""
 
 
 class Commits:
@@ -64,23 +82,27 @@ class Commits:
             if again.node_id != node_id or again.blake3 != request.blake3:
                 raise Conflict("another file was committed under this key")
             return CommitAnswer(accepted=[i.id for i in items if i.trajectory_seq == again.seq])
-        mine = f"/{node_id}-"
-        if not request.key.startswith(f"jobs/{job.id}/trajectories/") or mine not in request.key:
-            raise Refused("foreign_key", "this key was not given to this node")
+        uploads.check_key(request.key, job.id, node_id)
         spec = JobSpec.model_validate(job.spec)
         if all(map(is_exam, request.work_items)):
             return await self._commit_exam(node_id, request, job, spec)
-        sizes = dict.fromkeys(request.work_items, spec.batch.group_size)
-        expected = self._expected(node_id, items, request, sizes)
-        table = await self._checked(request, expected, job, spec)
-        return await self._accept(node_id, request, trajectory.oldest_versions(table), spec)
+        sizes = {i.id: size_of(job, i) for i in items}
+        rows = {i: kept(n, spec.batch.prune) for i, n in sizes.items()}
+        expected = self._expected(node_id, items, request, sizes, rows)
+
+        def check(newest: int) -> Checked:
+            table = self._check_file(request, expected, newest, spec)
+            scratch = partials.not_continued(self.core, items, table)
+            return Checked(trajectory.oldest_versions(table), copies.check(table), prompts.seen(table), scratch)
+
+        return await self._accept(node_id, request, await self._patiently(job, check), spec)
 
     async def _commit_exam(self, node_id: str, request: CommitRequest, job: Job, spec: JobSpec) -> CommitAnswer:
         """Answers to held-out prompts: scored and forgotten; the file is not for the learner."""
         async with self.core.db.read() as session:
             items = list(await session.scalars(select(ExamItem).where(ExamItem.id.in_(request.work_items))))
         expected = self._expected(node_id, items, request, {i.id: i.samples for i in items})
-        table = await self._checked(request, expected, job, spec)
+        table = await self._patiently(job, lambda newest: self._check_file(request, expected, newest, spec))
         async with self.core.db.write() as session:
             job = (await session.scalars(select(Job).where(Job.id == job.id))).one()
             taken = await self.exams.accept(session, job, node_id, exam_answers(table))
@@ -88,10 +110,8 @@ class Commits:
         self.core.announce(job.id)
         return CommitAnswer(accepted=taken, late=sorted(set(request.work_items) - set(taken)))
 
-    async def _checked(
-        self, request: CommitRequest, expected: dict[str, trajectory.Expected], job: Job, spec: JobSpec
-    ) -> pa.Table:
-        """The file's table, held against what was leased.
+    async def _patiently(self, job: Job, check: Callable[[int], T]) -> T:
+        """`check`, in a thread, given the newest published version. Raises Refused.
 
         A node has a version from its relay before the learner's word of it must be here: a file from a version that is
         not published yet waits for that for a moment.
@@ -102,7 +122,7 @@ class Commits:
             async with self.core.db.read() as session:
                 newest = await session.scalar(select(Job.published_version).where(Job.id == job.id))
             try:
-                return await asyncio.to_thread(self._check_file, request, expected, newest or 0, spec)
+                return await asyncio.to_thread(check, newest or 0)
             except Refused as refusal:
                 left = give_up - asyncio.get_running_loop().time()
                 if refusal.reason != "future_version" or left <= 0:
@@ -111,7 +131,11 @@ class Commits:
 
     @staticmethod
     def _expected(
-        node_id: str, items: Sequence[WorkItem] | Sequence[ExamItem], request: CommitRequest, sizes: Mapping[str, int]
+        node_id: str,
+        items: Sequence[WorkItem] | Sequence[ExamItem],
+        request: CommitRequest,
+        sizes: Mapping[str, int],
+        rows: Mapping[str, int] | None = None,
     ) -> dict[str, trajectory.Expected]:
         """The items that the file must hold. One that is not, or no longer, this node's is refused by name."""
         found: dict[str, WorkItem | ExamItem] = {item.id: item for item in items}
@@ -120,65 +144,81 @@ class Commits:
             item = found.get(wanted)
             if item is None or item.node_id != node_id or item.status != ItemStatus.LEASED:
                 raise Refused("foreign_work_item", f"work item {wanted} is not leased to this node")
-            expected[wanted] = trajectory.Expected(item.prompt_index, sizes[wanted])
+            expected[wanted] = trajectory.Expected(
+                item.prompt_index, sizes[wanted], None if rows is None else rows[wanted]
+            )
         return expected
 
     def _check_file(
         self, request: CommitRequest, expected: dict[str, trajectory.Expected], newest: int, spec: JobSpec
     ) -> pa.Table:
         """Read and check the file in a thread."""
-        if request.size > self.core.settings.max_upload_bytes:
-            raise Refused("too_large", f"at most {self.core.settings.max_upload_bytes} bytes are accepted")
-        info = self.core.objects.head(request.key)
-        if info is None:
-            raise Refused("missing", "there is no such object in the store")
-        if info.size != request.size:
-            raise Refused("truncated", f"the object has {info.size} bytes, not {request.size}")
-        data = self.core.objects.get(request.key)
-        if blake3.blake3(data).hexdigest() != request.blake3:
-            raise Refused("hash", "the object's hash is not the committed one")
-        rows = sum(e.group_size for e in expected.values())
-        table = trajectory.read_table(data, max_rows=rows)
+        rows = sum(e.group_size if e.rows is None else e.rows for e in expected.values())
+        table = trajectory.read_table(uploads.fetch(self.core, request), max_rows=rows)
         trajectory.validate(
             table, expected,
             newest_version=newest, max_tokens=spec.sampling.max_tokens, quantised=spec.snapshot.quantise,
         )  # fmt: skip
         return table
 
-    async def _accept(
-        self, node_id: str, request: CommitRequest, versions: dict[str, int], spec: JobSpec
-    ) -> CommitAnswer:
-        accepted: list[str] = []
+    async def _accept(self, node_id: str, request: CommitRequest, found: Checked, spec: JobSpec) -> CommitAnswer:
         late: list[str] = []
+        taken: list[WorkItem] = []
+        spare: list[str | None] = []
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
-            twin = (await session.scalars(select(Trajectory).where(Trajectory.key == request.key))).first()
-            if twin is not None:
-                raise Conflict("this file is being committed by another request; send it again")
-            row = Trajectory(
-                job_id=job.id, node_id=node_id, key=request.key, size=request.size, blake3=request.blake3,
-                rollouts=len(versions) * spec.batch.group_size, created_at=self.core.clock(),
-            )  # fmt: skip
-            session.add(row)
-            await session.flush()
-            for item in await session.scalars(select(WorkItem).where(WorkItem.id.in_(list(versions)))):
+            row = await self._new_file(session, job, node_id, request)
+            for item in await session.scalars(select(WorkItem).where(WorkItem.id.in_(list(found.versions)))):
+                lag = job.step - found.versions[item.id]
                 if item.node_id != node_id or item.status != ItemStatus.LEASED:
                     late.append(item.id)
-                elif job.step - versions[item.id] > job.staleness_budget:
+                    continue
+                spare.append(partials.forget(item, unused=item.id in found.scratch))
+                if lag > job.staleness_budget:
                     late.append(item.id)
-                    lag = job.step - versions[item.id]
-                    replay.drop(self.core, job, item, "stale", spec.batch.group_size, lag=lag)
+                    replay.drop(self.core, job, item, "stale", lag=lag)
                 else:
-                    accepted.append(item.id)
+                    taken.append(item)
                     item.status, item.trajectory_seq = ItemStatus.ACCEPTED, row.seq
-                    item.version, item.deadline_at = versions[item.id], None
-            rollouts = len(accepted) * spec.batch.group_size
+                    item.version, item.deadline_at = found.versions[item.id], None
+            row.rollouts = rollouts = sum(size_of(job, item) for item in taken)
+            await self._never_before(session, job, taken, found)
+            await prompts.note(session, job, [found.seen[i.id] for i in taken], self.core.clock())
             job.rollouts_accepted += rollouts
             node.rollouts_accepted += rollouts
             node.files_refused = 0
             self.core.metrics.accepted.labels(job.id).inc(rollouts)
-        return CommitAnswer(accepted=accepted, late=late)
+        await partials.release(self.core, spare)
+        return CommitAnswer(accepted=[i.id for i in taken], late=late)
+
+    async def _new_file(self, session: AsyncSession, job: Job, node_id: str, request: CommitRequest) -> Trajectory:
+        """The record of a file. Raises Conflict if there is one, Refused if it was handed in as a beginning."""
+        twin = (await session.scalars(select(Trajectory).where(Trajectory.key == request.key))).first()
+        if twin is not None:
+            raise Conflict("this file is being committed by another request; send it again")
+        if (await session.scalars(select(WorkItem.id).where(WorkItem.partial_key == request.key).limit(1))).first():
+            raise Refused("foreign_key", "this file was handed in as the beginning of groups; put the whole ones anew")
+        row = Trajectory(
+            job_id=job.id, node_id=node_id, key=request.key, size=request.size, blake3=request.blake3,
+            rollouts=0, created_at=self.core.clock(),
+        )  # fmt: skip
+        session.add(row)
+        await session.flush()
+        return row
+
+    @staticmethod
+    async def _never_before(session: AsyncSession, job: Job, taken: Sequence[WorkItem], found: Checked) -> None:
+        """Remember the groups that chance would not make twice. Raises Refused if one was accepted before."""
+        prints = {found.prints[i.id]: i.id for i in taken if i.id in found.prints}
+        known = select(GroupPrint).where(GroupPrint.job_id == job.id, GroupPrint.fingerprint.in_(list(prints)))
+        for row in await session.scalars(known):
+            item = prints.pop(row.fingerprint)
+            if row.work_item != item:
+                raise Refused(
+                    "replayed", f"work item {item} has the completions that {row.work_item} was answered with"
+                )
+        session.add_all(GroupPrint(job_id=job.id, fingerprint=f, work_item=i) for f, i in prints.items())
 
     async def _count_refusal(self, node_id: str, request: CommitRequest, refusal: Refused) -> None:
         """A refused file: its items are pending again, the refusal is counted and told."""

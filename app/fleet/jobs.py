@@ -28,23 +28,24 @@ from app.storage.models import Job, Outbox
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
-TaskCheck = Callable[[TaskSpec], None]
-"""Raises BadInput for a task that does not exist or does not take its parameters."""
+TakeTask = Callable[[TaskSpec, str], TaskSpec]
+"""Checks the task of a new job with this id and keeps its files; the spec that comes back names them. Raises BadInput
+for a task that does not exist, does not take its parameters, or does not load."""
 
 
 class Jobs:
     """What `/v1/jobs` does."""
 
-    def __init__(self, core: Core, lifecycle: Lifecycle, check_task: TaskCheck) -> None:
+    def __init__(self, core: Core, lifecycle: Lifecycle, take_task: TakeTask) -> None:
         self.core = core
         self.lifecycle = lifecycle
-        self.check_task = check_task
+        self.take_task = take_task
 
     async def create(self, spec: JobSpec, owner: str, idempotency_key: str | None) -> Job:
         """A new pending job, or the one that this owner made with this key before."""
         self._check_names(spec)
-        await asyncio.to_thread(self.check_task, spec.task)
         job_id = _job_id(owner, idempotency_key)
+        spec = spec.model_copy(update={"task": await asyncio.to_thread(self.take_task, spec.task, job_id)})
         now = self.core.clock()
         async with self.core.db.write() as session:
             before = (await session.scalars(select(Job).where(Job.id == job_id))).first()

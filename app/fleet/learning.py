@@ -13,7 +13,7 @@ from typing import Literal
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import money, replay, staleness, trajectories
+from app.fleet import money, partials, quarantine, replay, sizes, staleness, trajectories
 from app.fleet.books import books
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
@@ -21,6 +21,7 @@ from app.fleet.estimates import smooth, weight
 from app.fleet.exams import Exams
 from app.fleet.measured import take_learner
 from app.fleet.roster import Roster
+from app.protocol.audits import AuditAnswer, AuditReport
 from app.protocol.errors import Conflict
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.learner import (
@@ -184,19 +185,31 @@ class Learning:
         self.core.announce(job_id, "work")
         return directives
 
+    async def audits(self, job_id: str, epoch: int, report: AuditReport) -> AuditAnswer:
+        """What the learner computed again; nodes that it convicts are taken out at once, with what they brought."""
+        async with self.core.db.write() as session:
+            job = await self._current(session, job_id, epoch)
+            taken = await quarantine.take(self.core, self.roster, session, job, report.audits)
+        await partials.release(self.core, taken.objects)
+        if taken.answer.withdrawn:
+            self.core.announce(job_id, "work")
+            self.core.signals.notify("tick")
+        return taken.answer
+
     async def _count_step(self, session: AsyncSession, job: Job, report: StepReport) -> None:
-        size, metrics = job.spec["batch"]["group_size"], self.core.metrics
+        metrics = self.core.metrics
         await replay.mark_trained(session, job, report.step, report.trained)
         await replay.mark_dropped(self.core, session, job, report.dropped)
         now = self.core.clock()
         found = await books(session, job.id)
-        rollouts = len(report.trained) * size
+        rollouts = await sizes.rollouts(session, job, report.trained)
+        dropped = await sizes.rollouts(session, job, [g.work_item for g in report.dropped])
         working = select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE)
         active = list(await session.scalars(working))
         session.add(
             Step(
                 job_id=job.id, step=report.step, at=now, t_train=report.t_train, t_idle=report.t_idle,
-                reward=report.reward, rollouts=rollouts, dropped=len(report.dropped) * size,
+                reward=report.reward, rollouts=rollouts, dropped=dropped,
                 lags={str(k): v for k, v in report.lags.items()}, metrics=report.metrics,
                 nodes=len(active), mu_pool=sum(n.mu_measured or 0.0 for n in active),
                 spent_micros=found.before + money.total_spent(found.leases, now),

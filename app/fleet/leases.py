@@ -149,6 +149,7 @@ class Leases:
             up_mbps=offer.up_mbps,
             down_mbps=offer.down_mbps,
             reliability=offer.reliability,
+            gpu_ram_mb=offer.gpu_ram_mb,
             mu_prior=choice.mu,
             effective_micros_h=choice.effective_micros_h,
             join_token_hash=token_hash(token),

@@ -30,6 +30,18 @@ class Metrics:
         self.refused = Counter(
             "echo2_refused_files_total", "Trajectory files refused", ["job", "reason"], registry=registry
         )
+        self.tokens_generated = Counter(
+            "echo2_tokens_generated_total", "Completion tokens that nodes sampled", job, registry=registry
+        )
+        self.tokens_wasted = Counter(
+            "echo2_tokens_wasted_total", "Sampled tokens of no use", ["job", "reason"], registry=registry
+        )
+        self.audits = Counter(
+            "echo2_audits_total", "Groups that the learner computed again", ["job", "verdict"], registry=registry
+        )
+        self.quarantined = Counter(
+            "echo2_quarantined_nodes_total", "Nodes that audits convicted", job, registry=registry
+        )
         self.staleness = Histogram(
             "echo2_staleness",
             "Version lag of trained rollouts",

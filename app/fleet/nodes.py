@@ -12,8 +12,9 @@ import secrets
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.fleet import starts, tokens
 from app.fleet.estimates import smooth, weight
-from app.fleet.leases import token_hash
+from app.fleet.leases import UNFIT_S, token_hash
 from app.fleet.measured import take_node
 from app.fleet.roster import LIES_TOLERATED, LIVE, PRESIGN_MAX_S, Roster
 from app.protocol.errors import Gone, Unauthorized
@@ -29,6 +30,7 @@ from app.protocol.node import (
     Report,
     Upstream,
 )
+from app.protocol.startup import StartPhase, StartProgress
 from app.storage.models import Job, Lease, LeaseState, Node, SnapshotRow
 
 log = logging.getLogger(__name__)
@@ -37,28 +39,58 @@ log = logging.getLogger(__name__)
 class Nodes(Roster):
     """What the agents talk to."""
 
+    async def progress(self, token: str, told: StartProgress) -> None:
+        """How far a machine is that has not joined yet. Raises as `join` does; the token stays good."""
+        async with self.core.db.write() as session:
+            lease, _ = await self._by_join_token(session, token)
+            starts.take(lease, told, self.core.clock())
+
     async def join(self, token: str, request: JoinRequest) -> JoinAnswer:
-        """Turn a one-time join token into a node. Raises Unauthorized, or Gone for a used token or a closed lease."""
+        """Turn a one-time join token into a node. Raises Unauthorized, or Gone for a used token, a closed lease, or a
+        machine that is less than what was rented."""
         node_token = "nt_" + secrets.token_urlsafe(32)
         async with self.core.db.write() as session:
-            lease = (await session.scalars(select(Lease).where(Lease.join_token_hash == token_hash(token)))).first()
-            if lease is None:
-                raise Unauthorized("the join token is not known; a machine gets a new one when it is rented")
-            if lease.join_token_used_at is not None:
-                raise Gone("the join token was used before; each machine can join once")
-            job = (await session.scalars(select(Job).where(Job.id == lease.job_id))).one()
-            usable = LeaseState(lease.state).usable and not lease.release_wanted
-            if not usable or JobStatus(job.status).final:
-                raise Gone("the lease of this machine is over")
-            node = self._new_node(session, job, lease, request, node_token)
-            await self._arrange(session, job)
-            directives = await self._directives(session, job, lease, node)
+            lease, job = await self._by_join_token(session, token)
+            lack = starts.shortfall(lease, request.facts)
+            if lack:
+                await self._turn_away(session, lease, lack)
+            else:
+                node = self._new_node(session, job, lease, request, node_token)
+                await self._arrange(session, job)
+                directives = await self._directives(session, job, lease, node)
+            lease.facts = request.facts.model_dump() if request.facts is not None else None
         self.core.announce(job.id)
+        if lack:
+            raise Gone(f"this machine is less than what was rented: {lack}")
         return await self._join_answer(job, lease, node, node_token, directives)
+
+    async def _by_join_token(self, session: AsyncSession, token: str) -> tuple[Lease, Job]:
+        """Who may still join. Raises Unauthorized, Gone."""
+        lease = (await session.scalars(select(Lease).where(Lease.join_token_hash == token_hash(token)))).first()
+        if lease is None:
+            raise Unauthorized("the join token is not known; a machine gets a new one when it is rented")
+        if lease.join_token_used_at is not None:
+            raise Gone("the join token was used before; each machine can join once")
+        job = (await session.scalars(select(Job).where(Job.id == lease.job_id))).one()
+        usable = LeaseState(lease.state).usable and not lease.release_wanted
+        if not usable or JobStatus(job.status).final:
+            raise Gone("the lease of this machine is over")
+        return lease, job
+
+    async def _turn_away(self, session: AsyncSession, lease: Lease, lack: str) -> None:
+        """A machine that is not what was paid for never becomes a node."""
+        lease.join_token_used_at = self.core.clock()
+        self.core.emit(session, lease.job_id, "machine_short", f"machine {lease.machine_id}: {lack}", lease=lease.id)
+        await self.leases.cool_down(session, lease, lack, s=UNFIT_S)
+        self.leases.request_release(session, lease, lack)
 
     def _new_node(self, session: AsyncSession, job: Job, lease: Lease, request: JoinRequest, node_token: str) -> Node:
         now = self.core.clock()
         lease.join_token_used_at = now
+        if lease.phase is not None:
+            starts.take(lease, StartProgress(phase=StartPhase.JOINING), now)
+        if worn := starts.damage(request.facts):
+            self.core.emit(session, job.id, "gpu_errors", f"machine {lease.machine_id}: {worn}", lease=lease.id)
         if lease.instance_id is not None:
             self.leases.move(lease, LeaseState.ACTIVE, "its node has joined")
         node = Node(
@@ -92,6 +124,15 @@ class Nodes(Roster):
             AssetRef(**asset, url=self.core.objects.presign_get(f"jobs/{job.id}/model/{asset['path']}", expires))
             for asset in job.assets
         ]
+        task_files = [
+            AssetRef(
+                path=file.name,
+                size=file.size,
+                blake3=file.blake3,
+                url=self.core.objects.presign_get(file.key(job.id), expires),
+            )
+            for file in spec.task.files
+        ]
         return JoinAnswer(
             node_id=node.id,
             node_token=node_token,
@@ -105,6 +146,11 @@ class Nodes(Roster):
             relay_token=self.core.secrets.relay_token(job.id),
             uplink_bytes_per_s=lease.up_mbps * 1e6 / 8 if lease.up_mbps else None,
             max_upload_bytes=self.core.settings.max_upload_bytes,
+            prune=spec.batch.prune,
+            parameters=job.parameters,
+            snapshot_bytes=job.snapshot_bytes,
+            task_files=task_files,
+            rewards=spec.rewards,
             directives=directives,
         )
 
@@ -152,6 +198,7 @@ class Nodes(Roster):
         node.mu_measured = beat.rollouts_per_s
         node.tokens_per_s = beat.tokens_per_s
         node.busy_share = beat.busy_share
+        tokens.count(self.core, node, beat)
         node.bytes_down, node.bytes_up = beat.bytes_down, beat.bytes_up
         node.bytes_from = {str(kind): size for kind, size in beat.bytes_from.items()}
         node.bytes_relayed = beat.bytes_relayed
@@ -160,6 +207,8 @@ class Nodes(Roster):
         node.progress = beat.progress.model_dump() if beat.progress else None
         node.errors = dict(beat.errors)
         node.reason = beat.detail
+        if beat.start is not None:
+            starts.take(lease, beat.start, now)
         lease.download_bytes = max(lease.download_bytes, beat.bytes_down)
         lease.upload_bytes = max(lease.upload_bytes, beat.bytes_up)
 
@@ -194,6 +243,7 @@ class Nodes(Roster):
         return Directives(
             upstreams=upstreams,
             target_version=job.published_version,
+            oldest_admissible=max(0, job.step - job.staleness_budget),
             drain=node.drain,
             shutdown=over,
             lease_expires_in_s=max(0.0, lease.expires_at - now),
@@ -214,7 +264,11 @@ class Nodes(Roster):
             if node.state in (NodeState.LOST, NodeState.GONE):
                 return
             lease = await session.get_one(Lease, node.lease_id)
+            tokens.count(self.core, node, leave)
             await self._depart(session, node, NodeState.GONE, leave.reason)
+            if leave.unfit:
+                self.core.emit(session, node.job_id, "node_unfit", f"{lease.gpu_name}: {leave.reason}", node=node.id)
+                await self.leases.cool_down(session, lease, leave.reason, s=UNFIT_S)
             self.leases.request_release(
                 session, lease, lease.reason if node.drain else f"its node left: {leave.reason}"
             )

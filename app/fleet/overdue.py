@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.fleet import starts
 from app.storage.models import Lease, LeaseState
 
 UNSETTLED_FACTOR = 2.0
@@ -24,6 +25,8 @@ class Limits:
 
     settle_s: float
     join_s: float
+    listening_since: float = 0.0
+    """When this process began, seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ def judge(lease: Lease, now: float, limits: Limits) -> Overdue | None:
     state, still = LeaseState(lease.state), now - lease.state_since
     if state in (LeaseState.INTENT, LeaseState.UNKNOWN) and still > UNSETTLED_FACTOR * limits.settle_s:
         return Overdue(f"whether the create call made a machine is open for {still:.0f} s", give_up=False)
-    if state is LeaseState.BOOTING and now - lease.created_at > limits.join_s:
-        return Overdue(f"no node joined within {now - lease.created_at:.0f} s", give_up=True)
+    if state is LeaseState.BOOTING and (why := starts.late_machine(lease, now, limits.join_s, limits.listening_since)):
+        return Overdue(why, give_up=True)
     if state is LeaseState.ACTIVE and now - lease.expires_at > EXPIRED_S:
         return Overdue(f"its lease ended {now - lease.expires_at:.0f} s ago and was not renewed", give_up=True)
     if state is LeaseState.RELEASING and still > RELEASE_S:

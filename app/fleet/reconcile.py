@@ -70,7 +70,7 @@ class Reconciler:
     async def _overdue(self, session: AsyncSession, provider: str) -> None:
         """What no listing has moved on for too long: time alone ends it, or somebody has to know."""
         settings, trouble = self.core.settings, self.trouble.get(provider, "")
-        limits = overdue.Limits(settings.settle_seconds, settings.join_timeout_seconds)
+        limits = overdue.Limits(settings.settle_seconds, settings.join_timeout_seconds, self.core.started_at)
         rows = await session.scalars(
             select(Lease).where(Lease.provider == provider, Lease.state.in_([s for s in LeaseState if s.open]))
         )
@@ -189,20 +189,21 @@ class Reconciler:
     async def _phase(self, session: AsyncSession, lease: Lease, instance: Instance) -> None:
         if lease.state == LeaseState.RELEASING:
             return
-        age = self.core.clock() - lease.created_at
+        age, join_s = self.core.clock() - lease.created_at, self.core.settings.join_timeout_seconds
         if instance.phase is Phase.RUNNING:
             agreed = max(lease.quoted_micros_h, lease.agreed_micros_h)
             over = lease.billing == Billing.ON_DEMAND and lease.rate_micros_h > agreed * PRICE_TOLERANCE
             if over:
                 quoted = usd(agreed)
                 await self._give_up(session, lease, f"billed ${usd(lease.rate_micros_h)}/h but was quoted ${quoted}/h")
-            elif lease.state == LeaseState.BOOTING and age > self.core.settings.join_timeout_seconds:
+            elif lease.state == LeaseState.BOOTING and lease.phase is None and age > join_s:
+                # What tells of its start is judged by that, with the other leases that are overdue.
                 await self._give_up(session, lease, f"running, but its node did not join within {age:.0f} s")
         elif instance.phase in (Phase.PAUSED, Phase.FAILED, Phase.TERMINATING) or (
             instance.phase is Phase.UNKNOWN and lease.missing_lists >= 2
         ):
             await self._interrupted(session, lease, instance)
-        elif instance.phase in (Phase.PENDING, Phase.LOADING) and age > self.core.settings.join_timeout_seconds:
+        elif instance.phase in (Phase.PENDING, Phase.LOADING) and lease.phase is None and age > join_s:
             await self._give_up(session, lease, f"did not start within {age:.0f} s ({instance.raw_status})")
 
     async def _give_up(self, session: AsyncSession, lease: Lease, reason: str, s: float = COOLDOWN_S) -> None:

@@ -12,6 +12,7 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.core import Core
+from app.fleet.sizes import size_of
 from app.protocol.learner import DroppedGroup, ReplayStep
 from app.storage.models import ItemStatus, Job, Step, WorkItem
 
@@ -26,7 +27,9 @@ async def mark_trained(session: AsyncSession, job: Job, step: int, items: Sequen
         wanted = select(WorkItem).where(
             WorkItem.job_id == job.id,
             WorkItem.id.in_(items[start : start + _BLOCK]),
-            WorkItem.status == ItemStatus.ACCEPTED,
+            # One that was withdrawn from a liar while the learner was in the step is trained on all the same.
+            (WorkItem.status == ItemStatus.ACCEPTED)
+            | ((WorkItem.status == ItemStatus.PENDING) & WorkItem.trajectory_seq.is_not(None)),
         )
         for item in await session.scalars(wanted):
             item.status, item.trained_step, item.replay_step = ItemStatus.TRAINED, step, None
@@ -35,18 +38,19 @@ async def mark_trained(session: AsyncSession, job: Job, step: int, items: Sequen
 
 async def mark_dropped(core: Core, session: AsyncSession, job: Job, dropped: Iterable[DroppedGroup]) -> int:
     """Groups that will never be trained on; returns how many were not known as such."""
-    size, count = int(job.spec["batch"]["group_size"]), 0
+    count = 0
     for group in dropped:
         item = await session.get(WorkItem, group.work_item)
         if item is not None and item.job_id == job.id and item.status == ItemStatus.ACCEPTED:
-            drop(core, job, item, group.reason, size, lag=group.lag)
+            drop(core, job, item, group.reason, lag=group.lag)
             count += 1
     return count
 
 
-def drop(core: Core, job: Job, item: WorkItem, reason: str, group_size: int, *, lag: int | None) -> None:
+def drop(core: Core, job: Job, item: WorkItem, reason: str, *, lag: int | None) -> None:
     """One group: never trained on, counted by reason and, if it is known, by age."""
     item.status, item.drop_reason, item.drop_lag, item.deadline_at = ItemStatus.DROPPED, reason, lag, None
+    group_size = size_of(job, item)
     job.rollouts_dropped += group_size
     core.metrics.dropped.labels(job.id, reason).inc(group_size)
     if lag is not None:

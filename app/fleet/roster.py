@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import measured, topology, transport
+from app.fleet import measured, starts, topology, transport
 from app.fleet.commits import REFUSED_TOLERATED
 from app.fleet.core import Core
 from app.fleet.exams import Exams
@@ -148,14 +148,21 @@ class Roster:
                 await self._depart(session, node, NodeState.LOST, why)
                 await self.leases.cool_down(session, lease, why)
                 self.leases.request_release(session, lease, why)
-            elif node.state in (NodeState.JOINING, NodeState.WARMING) and now - node.joined_at > starting:
-                why = f"joined {now - node.joined_at:.0f} s ago and does not work yet"
+            elif why := starts.late_node(lease, node, job, now, starting, self.core.started_at):
                 await self._depart(session, node, NodeState.LOST, why)
                 await self.leases.cool_down(session, lease, why)
                 self.leases.request_release(session, lease, why)
             elif not node.drain and lease.expires_at - now < lease_s / 2:
                 # Its end is a dead-man switch for the time when nobody is here to renew it.
                 lease.expires_at = now + lease_s
+
+    async def expel(self, session: AsyncSession, node: Node, lease: Lease, why: str, *, cooldown_s: float) -> None:
+        """Take out a node that can't be trusted; its machine is left alone for so long, and given back."""
+        if node.state in LIVE:
+            await self._depart(session, node, NodeState.LOST, why)
+        node.reason = why
+        await self.leases.cool_down(session, lease, why, s=cooldown_s)
+        self.leases.request_release(session, lease, why)
 
     async def _depart(self, session: AsyncSession, node: Node, state: NodeState, reason: str) -> None:
         """Take a node out: its leased work is pending again, its children get new upstreams."""

@@ -13,7 +13,7 @@ from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from sqlalchemy import delete, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.fleet import money
+from app.fleet import money, partials
 from app.fleet.accounts import Accounts
 from app.fleet.bills import Bills
 from app.fleet.controller import Controller
@@ -191,3 +191,4 @@ class Loop:
             await session.execute(delete(IdempotencyRecord).where(IdempotencyRecord.created_at < now - KEEP_IDS_S))
             await session.execute(delete(SpotPrice).where(SpotPrice.received_at < now - KEEP_PRICES_S))
         await self._guarded("removal of old snapshots", self.snapshots.collect())
+        await self._guarded("removal of begun groups", partials.collect(self.core))

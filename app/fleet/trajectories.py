@@ -8,6 +8,7 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.fleet import quarantine
 from app.protocol.learner import TrajectoryPage, TrajectoryRef
 from app.storage.models import ItemStatus, Job, Trajectory, WorkItem
 
@@ -30,16 +31,20 @@ async def page(session: AsyncSession, job: Job, after: int) -> TrajectoryPage:
             .limit(PAGE)
         )
     )
-    groups: dict[int, list[str]] = {}
-    query = select(WorkItem.trajectory_seq, WorkItem.id).where(
-        accepted, WorkItem.trajectory_seq.in_([f.seq for f in files])
-    )
-    for seq, item in (await session.execute(query)).tuples():
-        groups.setdefault(seq or 0, []).append(item)
+    groups: dict[int, list[WorkItem]] = {}
+    query = select(WorkItem).where(accepted, WorkItem.trajectory_seq.in_([f.seq for f in files])).order_by(WorkItem.id)
+    for item in await session.scalars(query):
+        groups.setdefault(item.trajectory_seq or 0, []).append(item)
     items = [
         TrajectoryRef(
-            seq=f.seq, key=f.key, size=f.size, blake3=f.blake3, node_id=f.node_id, work_items=sorted(groups[f.seq])
+            seq=f.seq, key=f.key, size=f.size, blake3=f.blake3, node_id=f.node_id,
+            work_items=[i.id for i in groups[f.seq]],
+            group_sizes={i.id: i.group_size for i in groups[f.seq] if i.group_size is not None},
+            written_by={i.id: list(i.written_by) for i in groups[f.seq] if i.written_by},
+            **await quarantine.told(session, f.node_id),
         )
         for f in files
-    ]
-    return TrajectoryPage(items=items, cursor=files[-1].seq if files else after)
+    ]  # fmt: skip
+    return TrajectoryPage(
+        items=items, cursor=files[-1].seq if files else after, quarantined=await quarantine.quarantined(session, job.id)
+    )

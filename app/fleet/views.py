@@ -5,13 +5,14 @@ Invariant: money is a decimal string with six places, moments are RFC 3339 in UT
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import money, pricing
+from app.fleet import money, phases, pricing, starts
 from app.fleet.books import Books, books
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
@@ -54,6 +55,26 @@ def _links(lease: Lease, node: Node | None) -> dict[str, float | None]:
         "down_mbps": lease.down_mbps or None,
         "down_mbps_measured": node.down_measured if node else None,
     }
+
+
+def _start(lease: Lease, now: float) -> dict[str, Any]:
+    """How far a machine's start has come, by its own word; nulls while it says nothing."""
+    at = starts.standing(lease)
+    return {
+        "phase": at.phase if at else None,
+        "phase_age": round(now - at.since, 3) if at else None,
+        "phase_still": round(now - at.moved_at, 3) if at else None,
+        "phase_detail": phases.words(at) if at else "",
+        "facts": lease.facts,
+    }
+
+
+def _total(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by name, over nodes that are gone too."""
+    found: Counter[str] = Counter()
+    for each in counts:
+        found.update(each)
+    return dict(sorted(found.items()))
 
 
 class Views:
@@ -179,6 +200,8 @@ class Views:
                 "rollouts_accepted": job.rollouts_accepted,
                 "rollouts_trained": job.rollouts_trained,
                 "rollouts_dropped": job.rollouts_dropped,
+                "tokens_generated": sum(n.tokens_generated for n in nodes),
+                "tokens_wasted": _total([job.tokens_wasted, *(n.tokens_wasted for n in nodes)]),
             },
         }
 
@@ -205,12 +228,18 @@ class Views:
             "mu_prior": lease.mu_prior,
             "mu_measured": node.mu_measured if node else None,
             "policy_version": node.policy_version if node else None,
+            **_start(lease, now),
             **_links(lease, node),
             "chain": node.chain if node else None,
             "chain_position": node.chain_position if node else None,
             "upstream": (node.upstream or None) if node else None,
             "heartbeat_age": round(now - node.heartbeat_at, 3) if node else None,
             "rollouts_accepted": node.rollouts_accepted if node else 0,
+            "audits": node.audits if node else 0,
+            "audit_failures": node.audit_failures if node else 0,
+            "drift": node.audit_rms if node else None,
+            "tokens_generated": node.tokens_generated if node else 0,
+            "tokens_wasted": node.tokens_wasted if node else {},
             "started_at": moment(lease.gpu_since),
         }
 

@@ -7,13 +7,13 @@ still admissible; what was accepted stays until the learner trained on it or dro
 from __future__ import annotations
 
 import logging
-import secrets
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import admission, scores
-from app.fleet.commits import Commits
+from app.fleet import admission, handout, partials, scores, uploads
+from app.fleet.handback import HandBack
+from app.fleet.sizes import size_of
 from app.fleet.stored import in_store, stored_urls
 from app.protocol.errors import NotFound
 from app.protocol.job import JobStatus
@@ -31,10 +31,8 @@ from app.storage.models import ItemStatus, Job, Node, SnapshotRow, Step, WorkIte
 
 log = logging.getLogger(__name__)
 
-UPLOAD_EXPIRES_S = 3600
 
-
-class Work(Commits):
+class Work(HandBack):
     """Hands out work and takes results."""
 
     async def lease(self, node_id: str, request: WorkRequest) -> WorkAnswer:
@@ -54,36 +52,38 @@ class Work(Commits):
         async with self.core.db.read() as session:
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
-            count, reason = await self._grantable(session, job, node, request)
+            count, reason, _ = await self._grantable(session, job, node, request)
             waiting = await self._exam_waits(session, job, node, request)
         if count == 0 and waiting is None:
             return WorkAnswer(items=[], reason=reason)
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
-            count, reason = await self._grantable(session, job, node, request)
+            count, reason, ahead = await self._grantable(session, job, node, request)
             exam = await self._take_exam(session, job, node, request, idle=count == 0)
             if exam:
                 return WorkAnswer(items=exam, upload=self._slot(job, node_id, request))
-            items = await self._take(session, job, node, request.policy_version, count)
-            if not items:
-                return WorkAnswer(items=[], reason=reason)
-            messages = [
-                WorkItemMessage(
-                    id=item.id,
-                    prompt_index=item.prompt_index,
-                    group_size=job.spec["batch"]["group_size"],
-                    seed=item.seed,
-                    deadline_s=(item.deadline_at or 0.0) - self.core.clock(),
-                )
-                for item in items
-            ]
+            found = await handout.take(
+                self.core, session, job, node, version=request.policy_version, count=count, ahead=ahead
+            )
+            messages = [self._message(job, item) for item in found.items]
+        await partials.release(self.core, found.spare)
+        if not messages:
+            return WorkAnswer(items=[], reason=reason or found.reason)
         return WorkAnswer(items=messages, upload=self._slot(job, node_id, request))
 
+    def _message(self, job: Job, item: WorkItem) -> WorkItemMessage:
+        return WorkItemMessage(
+            id=item.id,
+            prompt_index=item.prompt_index,
+            group_size=size_of(job, item),
+            seed=item.seed,
+            deadline_s=(item.deadline_at or 0.0) - self.core.clock(),
+            partial=partials.ref(self.core, item),
+        )
+
     def _slot(self, job: Job, node_id: str, request: WorkRequest) -> UploadSlot:
-        key = f"jobs/{job.id}/trajectories/{request.policy_version}/{node_id}-{secrets.token_hex(8)}.parquet"
-        put = self.core.objects.presign_put(key, UPLOAD_EXPIRES_S, self.core.settings.max_upload_bytes)
-        return UploadSlot(key=key, url=put.url, headers=put.headers)
+        return uploads.slot(self.core, job.id, node_id, request.policy_version)
 
     @staticmethod
     def _share(job: Job, node: Node) -> int:
@@ -98,33 +98,37 @@ class Work(Commits):
         fit = going and not node.drain and node.state in (NodeState.WARMING, NodeState.ACTIVE)
         return await self.exams.waiting(session, job, request.policy_version) if fit else None
 
-    async def _grantable(self, session: AsyncSession, job: Job, node: Node, request: WorkRequest) -> tuple[int, str]:
-        """How many groups this node may have now, and why not more."""
+    async def _grantable(
+        self, session: AsyncSession, job: Job, node: Node, request: WorkRequest
+    ) -> tuple[int, str, int]:
+        """How many groups this node may have now, why not more, and how many are ahead of them."""
         if job.status not in (JobStatus.PROVISIONING, JobStatus.RUNNING):
-            return 0, f"the job is {job.status}"
+            return 0, f"the job is {job.status}", 0
         if node.drain or node.state in (NodeState.DRAINING, NodeState.LOST, NodeState.GONE):
-            return 0, "this node drains"
+            return 0, "this node drains", 0
         if job.published_version is None or request.policy_version > job.published_version:
-            return 0, f"version {request.policy_version} is not published"
-        ahead = await session.scalar(
+            return 0, f"version {request.policy_version} is not published", 0
+        counted = await session.scalar(
             select(func.count())
             .select_from(WorkItem)
             .where(WorkItem.job_id == job.id, WorkItem.status.in_([ItemStatus.LEASED, ItemStatus.ACCEPTED]))
         )
+        ahead = counted or 0
         count = admission.grantable(
             step=job.step,
             version=request.policy_version,
             staleness=job.staleness_budget,
             prompts=await self._consumed(session, job),
-            ahead=ahead or 0,
+            ahead=ahead,
         )
         if count == 0:
             return (
                 0,
                 f"admission: {ahead} groups are ahead at step {job.step}; "
                 f"more under v{request.policy_version} would be stale",
+                ahead,
             )
-        return min(count, self._share(job, node), request.max_items), ""
+        return min(count, self._share(job, node), request.max_items), "", ahead
 
     @staticmethod
     async def _consumed(session: AsyncSession, job: Job) -> int:
@@ -146,45 +150,6 @@ class Work(Commits):
             return []
         share = min(request.max_items, self._share(job, node))
         return await self.exams.take(session, job, node, request.policy_version, share)
-
-    async def _take(self, session: AsyncSession, job: Job, node: Node, version: int, count: int) -> list[WorkItem]:
-        """Items that came back first, then new ones in the seeded order."""
-        if count <= 0:
-            return []
-        pending = list(
-            await session.scalars(
-                select(WorkItem)
-                .where(WorkItem.job_id == job.id, WorkItem.status == ItemStatus.PENDING)
-                .order_by(WorkItem.ordinal)
-                .limit(count)
-            )
-        )
-        seed, size = int(job.spec["seed"]), job.train_prompts or 1
-        for ordinal in range(job.next_ordinal, job.next_ordinal + count - len(pending)):
-            item = WorkItem(
-                id=f"{job.id}-{ordinal}",
-                job_id=job.id,
-                ordinal=ordinal,
-                prompt_index=admission.prompt_at(seed, ordinal, size),
-                seed=admission.item_seed(seed, ordinal),
-                status=ItemStatus.PENDING,
-                attempts=0,
-            )
-            session.add(item)
-            pending.append(item)
-            job.next_ordinal = ordinal + 1
-        batch = job.spec["batch"]
-        rate = node.mu_measured / batch["group_size"] if node.mu_measured else None
-        seconds = admission.lease_deadline(
-            t_train=job.t_train, prompts=batch["prompts"], items=len(pending), node_rate_groups_s=rate
-        )
-        if batch.get("group_deadline_s") is not None and batch.get("on_late") == "reissue":
-            seconds = min(seconds, batch["group_deadline_s"])
-        for item in pending:
-            item.status, item.node_id, item.leased_version = ItemStatus.LEASED, node.id, version
-            item.deadline_at = self.core.clock() + seconds
-            item.attempts += 1
-        return pending
 
     async def expire(self, session: AsyncSession, job: Job) -> int:
         """Leases past their deadline: the work is pending again. Returns how many groups."""
@@ -214,4 +179,4 @@ class Work(Commits):
             stored = await in_store(session, node.job_id, up_to=version)
         if row is None or not (row.stored or row.delta_stored):
             raise NotFound(f"version {version} is not in the object store")
-        return stored_urls(lambda key: self.core.objects.presign_get(key, UPLOAD_EXPIRES_S), row, stored, first, count)
+        return stored_urls(lambda key: self.core.objects.presign_get(key, uploads.EXPIRES_S), row, stored, first, count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,8 +44,8 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Completion tokens."""
-        return sum(len(r.completion_ids) for r in self.rollouts)
+        """Completion tokens that the policy wrote."""
+        return sum(r.own_tokens for r in self.rollouts)
 
 
 def admissible(version: int, t: int, staleness_budget: int) -> bool:
@@ -91,6 +91,45 @@ class ReplayBuffer:
             if self._remember(work_item):
                 self._dropped.append(DroppedGroup(work_item=work_item, reason=reason))
                 self._changed.notify_all()
+
+    def discard(self, work_item: str) -> None:
+        """A fault was found in this group: if nothing has been made of it yet, it is dropped as invalid."""
+        with self._changed:
+            if self._remove(lambda group: group.work_item == work_item) or self._remember(work_item):
+                self._known.add(work_item)
+                self._dropped.append(DroppedGroup(work_item=work_item, reason="invalid"))
+                self._changed.notify_all()
+
+    def withdraw(self, work_items: Collection[str], nodes: Collection[str]) -> None:
+        """Forget these, and all that is here of these nodes: other nodes answer the same work items anew."""
+        with self._changed:
+            items = set(work_items)
+            gone = self._remove(lambda group: group.work_item in items or group.node in nodes)
+            items.update(group.work_item for _, _, group in gone)
+            self._known -= items
+            if items & {item for planned in self._plan.values() for item in planned}:
+                log.warning("steps can't be made again from the same groups: some were withdrawn")
+                self._plan = {}
+            self._changed.notify_all()
+
+    def set_aside(self, nodes: Collection[str]) -> list[tuple[int, int, Group]]:
+        """Take out all groups of these nodes, until `put_back` or `withdraw`."""
+        with self._changed:
+            gone = self._remove(lambda group: group.node in nodes)
+            self._known -= {group.work_item for _, _, group in gone}
+            return gone
+
+    def put_back(self, aside: Iterable[tuple[int, int, Group]]) -> None:
+        """What was set aside, where it was."""
+        with self._changed:
+            back = [entry for entry in aside if self._remember(entry[2].work_item)]
+            self._groups = sorted([*self._groups, *back], key=lambda entry: entry[:2])
+            self._changed.notify_all()
+
+    def _remove(self, which: Callable[[Group], bool]) -> list[tuple[int, int, Group]]:
+        gone = [entry for entry in self._groups if which(entry[2])]
+        self._groups = [entry for entry in self._groups if not which(entry[2])]
+        return gone
 
     @property
     def unreported(self) -> int:

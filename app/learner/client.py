@@ -16,6 +16,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from app.protocol import errors
+from app.protocol.audits import AuditAnswer, AuditReport
 from app.protocol.errors import EchoError, FieldError, LearnerError, Malformed, Unavailable
 from app.protocol.learner import (
     Done,
@@ -64,6 +65,7 @@ class Control(Protocol):
     def step(self, body: StepReport) -> LearnerDirectives: ...
     def evaluation(self, body: EvalReport) -> LearnerDirectives: ...
     def drops(self, body: Drops) -> LearnerDirectives: ...
+    def audits(self, body: AuditReport) -> AuditAnswer: ...
     def done(self, body: Done) -> None: ...
 
 
@@ -131,6 +133,10 @@ class ControlClient:
     def drops(self, body: Drops) -> LearnerDirectives:
         """Groups that can't be trained on; the same ones again are harmless."""
         return self._call("POST", "/drops", LearnerDirectives, body=body)
+
+    def audits(self, body: AuditReport) -> AuditAnswer:
+        """What audits found; the same ones again are harmless."""
+        return self._call("POST", "/audits", AuditAnswer, body=body)
 
     def done(self, body: Done) -> None:
         """The last word."""

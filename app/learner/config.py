@@ -42,6 +42,10 @@ class LearnerSettings(BaseSettings):
     learner_cache_bytes: int = Field(default=1 << 30, ge=0)
     """Trajectory files that are kept on disk for a learner that starts again; 0: none."""
 
+    learner_audit_device: str = Field(default="", pattern=r"^(cpu|cuda(:[0-9]+)?)?$")
+    """Where audits compute (docs/trust.md): `cpu`, `cuda`, `cuda:1`; default: the first GPU, the CPU if the trained
+    model is spread over several or there is none."""
+
     @model_validator(mode="after")
     def _absolute(self) -> Self:
         if not self.state_dir.is_absolute():

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from blake3 import blake3
 
+from app.learner.audit.auditor import Auditor
 from app.learner.buffer import Group, ReplayBuffer
 from app.learner.cache import FileCache
 from app.learner.client import Control
@@ -92,8 +93,17 @@ class GroupReader:
 class Inbox:
     """A thread that follows the index of accepted files."""
 
-    def __init__(self, control: Control, reader: GroupReader, buffer: ReplayBuffer, directives: Directives) -> None:
+    def __init__(
+        self,
+        control: Control,
+        reader: GroupReader,
+        buffer: ReplayBuffer,
+        directives: Directives,
+        auditor: Auditor | None = None,
+    ) -> None:
+        """`auditor`: what comes in goes through its hands."""
         self._control = control
+        self._auditor = auditor
         self._reader = reader
         self._buffer = buffer
         self._directives = directives
@@ -116,6 +126,8 @@ class Inbox:
         while not self._stopped.is_set():
             try:
                 page = self._control.trajectories(cursor, WAIT_S)
+                if self._auditor is not None:
+                    self._auditor.banish(page.quarantined)
                 for ref in page.items:
                     self.take(ref)
             except EchoError as error:
@@ -135,7 +147,10 @@ class Inbox:
             self._reject(ref.work_items)
             return
         for group in groups:
-            self._buffer.add(group)
+            if self._auditor is None:
+                self._buffer.add(group)
+            else:
+                self._auditor.receive(group, ref)
         self._reject(set(ref.work_items) - {g.work_item for g in groups})
 
     def _patiently(self, ref: TrajectoryRef) -> list[Group]:

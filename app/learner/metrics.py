@@ -20,7 +20,7 @@ from app.learner.weights import effective_sample_size
 @dataclass(frozen=True, slots=True)
 class Seen:
     """Loss, and of each token that was trained on: log r, version lag, held back for moving too far up or down.
-    `reference_kl` is summed over them, None if there is no reference."""
+    `reference_kl` is summed over them, None if there is no reference. Tensors lie in host memory."""
 
     loss: float
     log_ratio: torch.Tensor
@@ -30,37 +30,28 @@ class Seen:
     reference_kl: float | None = None
 
 
-def joined(parts: Sequence[Seen]) -> Seen:
-    """Micro-batches as one."""
-    if not parts:
-        nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-        return Seen(0.0, nothing, torch.zeros(0, dtype=torch.long), none, none)
-    return Seen(
-        sum(p.loss for p in parts),
-        torch.cat([p.log_ratio for p in parts]),
-        torch.cat([p.lag for p in parts]),
-        torch.cat([p.high for p in parts]),
-        torch.cat([p.low for p in parts]),
-        sum(known) if (known := [p.reference_kl for p in parts if p.reference_kl is not None]) else None,
-    )
-
-
 def step_metrics(groups: Sequence[Group], seen: Seen, tokens: int) -> dict[str, float]:
-    """Means over the step. What is said of ratios is over the tokens that were trained on, entropy over all.
+    """Means over the step. What is said of ratios is over the tokens that were trained on, entropy over all that the
+    policy wrote, and `tokens` of those. `completion_tokens` counts what the policy wrote of an answer, `answer_tokens`
+    what the environment of a task with several turns put in, too.
 
     The entropy is that of the behaviour policy, estimated as the mean of −log π of the tokens it sampled.
     """
     rollouts = [r for g in groups for r in g.rollouts]
-    lengths = [len(r.completion_ids) for r in rollouts]
+    lengths = [r.own_tokens for r in rollouts]
+    whole = [len(r.completion_ids) for r in rollouts]
     return (
         {
             "reward": statistics.fmean(r.reward for r in rollouts),
             "loss": seen.loss,
+            # What the environment wrote has the log-prob 0.
             "entropy": -sum(sum(r.logprobs) for r in rollouts) / tokens,
             "zero_variance_share": sum(len({r.reward for r in g.rollouts}) == 1 for g in groups) / len(groups),
             "truncated_share": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
             "completion_tokens_mean": statistics.fmean(lengths),
             "completion_tokens_max": float(max(lengths)),
+            "answer_tokens_mean": statistics.fmean(whole),
+            "answer_tokens_max": float(max(whole)),
             "tokens": float(tokens),
             "active_tokens": float(len(seen.log_ratio)),
         }

@@ -2,18 +2,22 @@
 
 Invariant: every row is in exactly one micro-batch of exactly one rank, and a micro-batch of more than one row has at
 most `limit` tokens, padding included; who gets what is a function of the lengths alone. All ranks make the same number
-of passes.
+of passes. A token that the policy did not write is input, and has no element in anything else.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from app.learner.device import sent
 from app.protocol.trajectory import Rollout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +32,28 @@ class Row:
     """t − x of each completion token."""
     quantised: bool = False
     """Whether quantised weights sampled it."""
+    generated: Sequence[bool] | None = None
+    """Of each completion token, whether the policy wrote it; None: all of them."""
 
     @property
     def length(self) -> int:
         """Prompt and completion tokens."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
+    def own(self, values: Iterable[T]) -> Iterable[T]:
+        """Of values that belong to the completion tokens, those of tokens that the policy wrote."""
+        return values if self.generated is None else itertools.compress(values, self.generated)
+
+    @property
+    def own_tokens(self) -> int:
+        """Completion tokens that the policy wrote: those that are trained on."""
+        return len(self.completion_ids) if self.generated is None else sum(self.generated)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows and, one element a completion token, where its logits are and what belongs to it.
+    """Rows and, one element a completion token that the policy wrote, where its logits are and what belongs to it.
+    What others wrote stands in `ids` and nowhere else: the policy reads it and is not judged by it.
 
     `ids` [rows, width], padded on the right, or [1, tokens] with one answer after the other; then `places` [1, tokens]
     is the place of each token in its answer. `row` and `position` index the logits that predict the token, `sequence`
@@ -62,6 +78,19 @@ def token_lags(rollout: Rollout, t: int) -> list[int]:
     ends = [*rollout.span_starts[1:], len(rollout.completion_ids)]
     spans = zip(rollout.span_versions, rollout.span_starts, ends, strict=True)
     return [t - version for version, start, end in spans for _ in range(start, end)]
+
+
+def row_of(rollout: Rollout, advantage: float, t: int) -> Row:
+    """A rollout for a learner that is at v_t."""
+    return Row(
+        rollout.prompt_ids,
+        rollout.completion_ids,
+        rollout.logprobs,
+        advantage,
+        token_lags(rollout, t),
+        rollout.quantisation is not None,
+        rollout.generated,
+    )
 
 
 def split(lengths: Sequence[int], limit: int, *, packed: bool = False) -> list[list[int]]:
@@ -134,32 +163,32 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
         line, begin = (0, starts[number]) if packed else (number, 0)
         ids[line, begin : begin + row.length] = torch.tensor([*row.prompt_ids, *row.completion_ids])
         places[line, begin : begin + row.length] = torch.arange(row.length)
-        size, start = len(row.completion_ids), begin + len(row.prompt_ids) - 1
+        size, start = row.own_tokens, begin + len(row.prompt_ids) - 1
         where += [line] * size
         sequences += [number] * size
-        positions += range(start, start + size)
-        tokens += row.completion_ids
-        behaviour += row.logprobs
+        positions += row.own(range(start, start + len(row.completion_ids)))
+        tokens += row.own(row.completion_ids)
+        behaviour += row.own(row.logprobs)
         advantages += [row.advantage] * size
-        lags += row.lags
+        lags += row.own(row.lags)
         quantised += [row.quantised] * size
     return MicroBatch(
-        ids=ids.to(device),
-        row=torch.tensor(where, device=device),
-        position=torch.tensor(positions, device=device),
-        sequence=torch.tensor(sequences, device=device),
-        token=torch.tensor(tokens, device=device),
-        behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
-        advantage=torch.tensor(advantages, dtype=torch.float32, device=device),
-        lag=torch.tensor(lags, device=device),
-        quantised=torch.tensor(quantised, dtype=torch.bool, device=device),
+        ids=sent(ids, device),
+        row=sent(torch.tensor(where), device),
+        position=sent(torch.tensor(positions), device),
+        sequence=sent(torch.tensor(sequences), device),
+        token=sent(torch.tensor(tokens), device),
+        behaviour=sent(torch.tensor(behaviour, dtype=torch.float32), device),
+        advantage=sent(torch.tensor(advantages, dtype=torch.float32), device),
+        lag=sent(torch.tensor(lags), device),
+        quantised=sent(torch.tensor(quantised, dtype=torch.bool), device),
         first=min(len(r.prompt_ids) for r in rows) - 1,
-        places=places.to(device) if packed else None,
+        places=sent(places, device) if packed else None,
     )
 
 
 def completion_logprobs(model: object, batch: MicroBatch, temperature: float) -> torch.Tensor:
-    """log π of each completion token under the distribution that nodes sample from: softmax(logits / temperature).
+    """log π of each token of the batch under the distribution that nodes sample from: softmax(logits / temperature).
 
     A packed row goes to the model without a mask: from places that begin anew it knows where an answer begins, and
     makes the mask, or the sequence lengths, that its kind of attention needs.
@@ -173,4 +202,6 @@ def completion_logprobs(model: object, batch: MicroBatch, temperature: float) ->
             input_ids=batch.ids, position_ids=batch.places, use_cache=False, logits_to_keep=batch.position
         )
         chosen = answer.logits[0].float()
-    return torch.log_softmax(chosen / temperature, dim=-1).gather(1, batch.token[:, None])[:, 0]
+    if temperature != 1.0:  # the largest tensor of all: no copy of it for nothing
+        chosen = chosen / temperature
+    return torch.log_softmax(chosen, dim=-1).gather(1, batch.token[:, None])[:, 0]

@@ -7,14 +7,15 @@ and spread over ranks; all ranks make the same passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from app.learner.device import sent
 from app.learner.laps import Laps
 from app.learner.losses import WHOLE_STEP, Limits, Tokens, reference_kl, surrogate, whole_step
-from app.learner.metrics import Seen, joined
+from app.learner.metrics import Seen
 from app.learner.microbatch import Row, collate, completion_logprobs, share
 from app.learner.parallel.ranks import Ranks
 from app.learner.parallel.shards import recomputing
@@ -24,6 +25,28 @@ from app.protocol.job import JobSpec
 
 _NOTHING = Row([0], [0], [0.0], 0.0, [0])
 """What a rank passes through the model when the others have more to do: a pass is something that all ranks do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """`Seen` of a micro-batch, on the device: the host need not wait for it. Sums are in float64."""
+
+    loss: torch.Tensor
+    reference_kl: torch.Tensor
+    log_ratio: torch.Tensor
+    lag: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
+
+
+def _joined(parts: Sequence[_Part], device: torch.device) -> _Part:
+    """Micro-batches as one."""
+    if not parts:
+        zero, none = torch.zeros((), dtype=torch.float64, device=device), torch.zeros(0, device=device)
+        return _Part(zero, zero, none, none.long(), none.bool(), none.bool())
+    sums = (torch.stack([getattr(p, name) for p in parts]).sum() for name in ("loss", "reference_kl"))
+    lists = (torch.cat([getattr(p, name) for p in parts]) for name in ("log_ratio", "lag", "high", "low"))
+    return _Part(*sums, *lists)
 
 
 class Passes:
@@ -46,10 +69,10 @@ class Passes:
         limits = self._limits(batches)
         self._laps.lap("forward")
         with recomputing(self._model, self._spec.learner):
-            own = joined([self._pass(b, part, denominator) for b, part in zip(batches, limits, strict=True)])
-        ranks = self._ranks
-        tokens = [ranks.joined(t) for t in (own.log_ratio, own.lag, own.high, own.low)]
-        loss, kl = ranks.total([own.loss, own.reference_kl or 0.0])
+            parts = [self._pass(b, part, denominator) for b, part in zip(batches, limits, strict=True)]
+        own, ranks = _joined(parts, self._model.device), self._ranks
+        tokens = [ranks.joined(t).cpu() for t in (own.log_ratio, own.lag, own.high, own.low)]
+        loss, kl = ranks.total([float(own.loss), float(own.reference_kl)])
         seen = Seen(loss, tokens[0], tokens[1], tokens[2], tokens[3])
         return seen if self._reference is None else replace(seen, reference_kl=kl)
 
@@ -94,14 +117,14 @@ class Passes:
             with torch.no_grad():
                 reference = completion_logprobs(self._reference, batch, self._spec.sampling.temperature)
         if self._spec.learner.loss == "obrs":
-            draw = draws(rows, self._spec.seed, self._step).to(self._model.device)
+            draw = sent(draws(rows, self._spec.seed, self._step), self._model.device)
         quantised = batch.quantised if self._spec.learner.one_sided else None
         return Tokens(logprobs, batch.behaviour, batch.advantage, batch.lag, batch.sequence, reference, draw, quantised)
 
-    def _pass(self, rows: Sequence[Row], limits: Limits, denominator: int) -> Seen:
+    def _pass(self, rows: Sequence[Row], limits: Limits, denominator: int) -> _Part:
         if not rows:
             torch.autograd.backward(0.0 * self._tokens([_NOTHING]).logprobs.sum())
-            return joined([])
+            return _joined([], self._model.device)
         tokens = self._tokens(rows)
         found = surrogate(self._spec.learner, tokens, limits)
         loss = -found.objective.sum() / denominator
@@ -110,7 +133,7 @@ class Passes:
         torch.autograd.backward(loss * self._ranks.size)
         self._laps.lap("backward")
         moved = log_ratio(tokens.logprobs.detach(), tokens.behaviour)
-        seen = Seen(loss.item(), moved, tokens.lag, found.high, found.low)
-        if tokens.reference is None:
-            return seen
-        return replace(seen, reference_kl=float(reference_kl(tokens.logprobs.detach(), tokens.reference).sum()))
+        kl = torch.zeros_like(loss)
+        if tokens.reference is not None:
+            kl = reference_kl(tokens.logprobs.detach(), tokens.reference).sum()
+        return _Part(loss.detach().double(), kl.detach().double(), moved, tokens.lag, found.high, found.low)

@@ -17,6 +17,7 @@ from app.learner.config import LearnerSettings
 from app.learner.evaluate import Evaluator
 from app.learner.lora import add_adapter, merge, save_adapter
 from app.learner.model import LoadedModel, asset, assets, check_lengths, load, resolve
+from app.learner.objects import open_objects
 from app.learner.packing import check_packing
 from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.parallel.shards import needs_shards
@@ -27,6 +28,7 @@ from app.protocol.learner import AssetInfo, StartAnswer
 from app.snapshots.manifest import ADAPTER_ASSET
 from app.storage.objects import ObjectStore
 from app.tasks.base import Task
+from app.tasks.files import fetch_files
 from app.tasks.prompts import encode_prompt
 from app.tasks.registry import load_task
 
@@ -53,7 +55,7 @@ def prepare(answer: StartAnswer, settings: LearnerSettings, ranks: Ranks = ALONE
     Rank 0 looks first; the others load only what has passed.
     """
     spec = answer.spec
-    task = load_task(spec.task, spec.seed)
+    task = load_task(spec.task, spec.seed, task_files(answer, settings))
     if task.train_size < 1 or task.heldout_size < 1:
         raise BadInput(
             f"{task.name} has {task.train_size} training and {task.heldout_size} held-out prompts; raise size"
@@ -67,6 +69,14 @@ def prepare(answer: StartAnswer, settings: LearnerSettings, ranks: Ranks = ALONE
     prior = trainer.rehearse(spec.rollouts_per_step, prompts, spec.sampling.max_tokens)
     files = asset_files(loaded, settings.work_dir)
     return Parts(loaded, task, trainer, evaluator, [asset(p) for p in files], prior, files)
+
+
+def task_files(answer: StartAnswer, settings: LearnerSettings) -> Path | None:
+    """The task's files in the job's folder; None for a task without any. Raises IntegrityError, and what the store
+    raises."""
+    if not answer.spec.task.files:
+        return None
+    return fetch_files(open_objects(settings, answer).get, answer.job_id, answer.spec.task, settings.work_dir / "task")
 
 
 def load_for(folder: Path, spec: JobSpec, ranks: Ranks) -> LoadedModel:

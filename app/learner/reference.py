@@ -28,7 +28,7 @@ def frozen_copy(model: Any) -> Any:
 
 
 def draws(rows: Sequence[Row], seed: int, step: int) -> torch.Tensor:
-    """A number in [0, 1) for each completion token, rows one after the other.
+    """A number in [0, 1) for each completion token that the policy wrote, rows one after the other.
 
     Only job, step and row decide it, not the micro-batch, and no random state is touched. Two rows of a step with the
     same tokens and log-probs have the same numbers.
@@ -37,5 +37,5 @@ def draws(rows: Sequence[Row], seed: int, step: int) -> torch.Tensor:
     for row in rows:
         content = struct.pack(f"<{len(row.logprobs)}f", *row.logprobs) + repr(list(row.completion_ids)).encode()
         source = random.Random(f"{seed} {step} {zlib.crc32(content)}")
-        made += [source.random() for _ in row.completion_ids]
+        made += row.own([source.random() for _ in row.completion_ids])
     return torch.tensor(made, dtype=torch.float32)

@@ -12,6 +12,9 @@ from contextlib import ExitStack
 
 import torch
 
+from app.learner.audit.auditor import Auditor
+from app.learner.audit.rewards import Rewards
+from app.learner.audit.weights import Versions, audit_device, kept
 from app.learner.buffer import ReplayBuffer
 from app.learner.cache import FileCache
 from app.learner.checkpoints import save
@@ -23,18 +26,17 @@ from app.learner.journal import NAME, Journal, open_board
 from app.learner.keeper import Keeper, take_best
 from app.learner.loop import Loop
 from app.learner.model import trained_weights
+from app.learner.objects import open_objects
 from app.learner.outbox import Directives, Outbox
 from app.learner.parallel.ranks import ALONE, Ranks
+from app.learner.parallel.shards import needs_shards
 from app.learner.position import Ending, Position
 from app.learner.prepare import Parts, prepare, put_assets, put_final
 from app.learner.publisher import Publisher, Save
 from app.learner.resume import FLUSH_S, fetch_checkpoint, resume
 from app.learner.sink import RelaySink
-from app.protocol.errors import BadInput
 from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer
 from app.snapshots.rates import Rate
-from app.storage.objects import ObjectStore
-from app.storage.stores import open_store, parse_folder_url
 from app.tasks.prompts import encode_prompt
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Session:
         self._sink: RelaySink | None = None
         self._publisher: Publisher | None = None
         self._inbox: Inbox | None = None
+        self._auditor: Auditor | None = None
         self._heart = Heart(control, self._status, self._directives, self._bytes_served, uplink=self._uplink)
         self._checkpoints = settings.work_dir / "checkpoints"
         self._prefix = f"jobs/{answer.job_id}/checkpoints/"
@@ -102,7 +105,7 @@ class Session:
         )
         self._directives.update(answer)
         self._buffer.plan({step.step: step.work_items for step in answer.replay})
-        self._follow(parts)
+        self._follow(parts, sink)
         try:
             ending = loop.run()
         finally:
@@ -121,6 +124,8 @@ class Session:
             ends.callback(self._keeper.stop)
             if self._publisher is not None:
                 ends.callback(self._publisher.stop)
+            if self._auditor is not None:
+                ends.callback(self._auditor.stop)
             if self._inbox is not None:
                 ends.callback(self._inbox.stop)
             ends.callback(self._heart.stop)
@@ -153,6 +158,7 @@ class Session:
             objects=self._objects,
             assets=parts.assets,
             snapshots=self._answer.spec.snapshot,
+            keep=kept(self._answer.spec),
         )
         sink.start()
         self._sink = sink
@@ -203,11 +209,33 @@ class Session:
             directives=self._directives,
             status=self._status,
             position=position,
-            extra_metrics=lambda: counted(self._inbox.invalid) if self._inbox else {},
+            extra_metrics=self._extra_metrics,
             journal=self._journal,
         )
 
-    def _follow(self, parts: Parts) -> None:
+    def _extra_metrics(self) -> dict[str, float]:
+        refused = counted(self._inbox.invalid) if self._inbox else {}
+        return refused | (self._auditor.metrics() if self._auditor else {})
+
+    def _audit(self, parts: Parts, sink: RelaySink) -> Auditor | None:
+        """What computes groups again; nothing if the job wants none of it."""
+        spec = self._answer.spec
+        if spec.trust.off:
+            return None
+        device = audit_device(self._settings.learner_audit_device, spread=needs_shards(spec.learner, self._ranks))
+        auditor = Auditor(
+            spec,
+            Versions(parts.loaded.folder, spec, device, sink.weights),
+            Rewards(parts.task, copy.deepcopy(parts.loaded.tokenizer)),
+            self._control,
+            self._buffer,
+            self._directives,
+            never=sink.never_published,
+        )
+        auditor.start()
+        return auditor
+
+    def _follow(self, parts: Parts, sink: RelaySink) -> None:
         # Its own tokenizer: one object of the library may not be used by two threads at once.
         tokenizer = copy.deepcopy(parts.loaded.tokenizer)
         spec = self._answer.spec
@@ -220,7 +248,8 @@ class Session:
             quantised=spec.snapshot.quantise,
             cache=FileCache(self._settings.work_dir / "trajectories", self._settings.learner_cache_bytes),
         )
-        self._inbox = Inbox(self._control, reader, self._buffer, self._directives)
+        self._auditor = self._audit(parts, sink)
+        self._inbox = Inbox(self._control, reader, self._buffer, self._directives, self._auditor)
         self._inbox.start()
 
     def _finish(self, parts: Parts, publisher: Publisher, loop: Loop, ending: Ending) -> None:
@@ -240,19 +269,3 @@ class Session:
         self._outbox.flush(FLUSH_S)
         status = "succeeded" if ending.kind == "succeeded" else "finished"
         self._control.done(Done(status=status, reason=ending.reason + said, step=step, final_prefix=prefix))
-
-
-def open_objects(settings: LearnerSettings, answer: StartAnswer) -> ObjectStore:
-    """The object store of the settings, else the one that the control service names, else a folder of our own.
-
-    Raises BadInput for a folder that is on another machine: nothing that is put there would ever be found.
-    """
-    url, endpoint = settings.object_store_url, settings.s3_endpoint_url
-    if not url and answer.object_store_url:
-        url, endpoint = answer.object_store_url, endpoint or answer.s3_endpoint_url
-        if url.startswith("file:") and not parse_folder_url(url).is_dir():
-            raise BadInput(
-                f"the control service keeps its objects in the folder {url}, which is not on this machine: start the "
-                "learner there, or let ECHO2_OBJECT_STORE_URL of the control service be an s3:// URL"
-            )
-    return open_store(url or settings.objects_url, endpoint_url=endpoint)

@@ -17,6 +17,7 @@ from app.learner.publisher import Announcement, Uploaded
 from app.protocol.errors import LearnerError, NotFound
 from app.protocol.job import SnapshotSpec
 from app.protocol.learner import AssetInfo, PublishedDelta
+from app.snapshots.codec import decode
 from app.snapshots.deltas import DeltaFile
 from app.snapshots.manifest import AssetEntry, load_or_create_key, public_hex
 from app.snapshots.plan import keyframe
@@ -34,7 +35,8 @@ _PORT = re.compile(r":[0-9]+$")
 class RelaySink:
     """Keeps the newest versions under `folder`, signs with the key in it, serves on `host`.
 
-    `port` 0: a free one. `announce` is where others reach it, `host` or `host:port`, if that is not where it listens.
+    `keep`: how many. `port` 0: a free one. `announce` is where others reach it, `host` or `host:port`, if that is not
+    where it listens.
     """
 
     def __init__(
@@ -50,11 +52,12 @@ class RelaySink:
         snapshots: SnapshotSpec | None = None,
         port: int = 0,
         announce: str = "",
+        keep: int = 2,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._key = load_or_create_key(folder / "signing.key")
         self.public_key = public_hex(self._key)
-        self._store = SnapshotStore(folder / "snapshots", job_id=job_id, public_key=self.public_key)
+        self._store = SnapshotStore(folder / "snapshots", job_id=job_id, public_key=self.public_key, keep=keep)
         self._relay = Relay(self._store, token=relay_token, host=host, port=port, uplink_bytes_per_s=uplink_bytes_per_s)
         self._news = News()
         self._host = host
@@ -66,6 +69,8 @@ class RelaySink:
         """The version that this process put into the object store last."""
         self._since = 0
         """Deltas put there after the last whole version."""
+        self._published: set[int] = set()
+        """By this process."""
         self._assets = [AssetEntry(path=a.path, size=a.size, blake3=a.blake3) for a in assets]
 
     def start(self) -> None:
@@ -107,6 +112,7 @@ class RelaySink:
                 deltas=self._spec.deltas, quantise=self._spec.quantise,
             )  # fmt: skip
         log.info("%s", described(made))
+        self._published.add(version)
         manifest = made.snapshot.manifest
         return Announcement(
             version=version,
@@ -117,6 +123,17 @@ class RelaySink:
             delta_share=made.share,
             note=made.note,
         )
+
+    def weights(self, version: int) -> Mapping[str, torch.Tensor] | None:
+        """A published version as nodes decode it, on the CPU; None if it is not here any more."""
+        with self._store.pin(version):
+            snapshot = self._store.get(version)
+            return None if snapshot is None else decode(snapshot.payload_path)
+
+    def never_published(self, version: int) -> bool:
+        """Whether it is certain that no node can have had this version: this process would know."""
+        mine = self._published
+        return bool(mine) and min(mine) < version < max(mine) and version not in mine
 
     def upload(self, version: int) -> Uploaded:
         """Put a version into the object store, whole or its delta. Raises Unavailable, NotFound if it is not here."""

@@ -19,9 +19,10 @@ from app.learner.advantages import batch_advantages
 from app.learner.alignment import removed, skipped
 from app.learner.buffer import Group
 from app.learner.copier import Copier
+from app.learner.device import host_copies, moment, stopwatch
 from app.learner.laps import Laps
 from app.learner.metrics import Seen, advantage_metrics, node_metrics, step_metrics
-from app.learner.microbatch import Row, token_lags
+from app.learner.microbatch import Row, row_of
 from app.learner.model import check_weights, trained_weights
 from app.learner.parallel.messages import Progress, Rehearsal, packed, unpacked
 from app.learner.parallel.ranks import ALONE, Ranks
@@ -89,7 +90,7 @@ class GRPOTrainer:
         self._previous: dict[str, torch.Tensor] | None = None
         self._skipped = False
         self._copier = Copier()
-        self._laps = Laps(clock, self._synchronise)
+        self._laps = Laps(*stopwatch(model.device, clock))
         self._runner = Passes(model, self._reference, spec, ranks, self._laps)
 
     def step(self, groups: Sequence[Group]) -> StepMetrics:
@@ -104,7 +105,7 @@ class GRPOTrainer:
             groups = unpacked(data)
         advantages = batch_advantages([[r.reward for r in g.rollouts] for g in groups], spec.reward_scale)
         rows = [
-            Row(r.prompt_ids, r.completion_ids, r.logprobs, a, token_lags(r, self.steps), r.quantisation is not None)
+            row_of(r, a, self.steps)
             for g, values in zip(groups, advantages, strict=True)
             for r, a in zip(g.rollouts, values, strict=True)
             if any(values)
@@ -117,7 +118,7 @@ class GRPOTrainer:
         self._laps.lap("backward")
         values = step_metrics(groups, seen, denominator) | advantage_metrics(advantages) | self._align()
         values |= node_metrics(
-            seen.log_ratio, [(owners[i], len(rows[i].completion_ids)) for i in self._runner.order(rows)]
+            seen.log_ratio, [(owners[i], rows[i].own_tokens) for i in self._runner.order(rows)]
         )
         values |= {"grad_norm": self._clip(), "learning_rate": self._rate(self.steps)}
         self._laps.lap("metrics")
@@ -129,9 +130,10 @@ class GRPOTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         self._laps.lap("optimizer")
         self.steps += 1
+        times = self._laps.metrics()
         spent = self._clock() - began
         speed = {"tokens_per_s": denominator / spent if spent > 0 else 0.0}
-        return StepMetrics(values["reward"], spent, values, self._laps.metrics() | speed)
+        return StepMetrics(values["reward"], spent, values, times | speed)
 
     def rehearse(self, rollouts: int, prompts: Sequence[Sequence[int]], completion_tokens: int) -> float:
         """Seconds that a step of `rollouts` would take if every group carried a signal.
@@ -171,12 +173,13 @@ class GRPOTrainer:
     def snapshot(self) -> TrainerState:
         """Like `state`, but the copy is made beside what comes next: `step` waits for it before it changes anything.
 
-        Shards are put together by all ranks at once, so then it is `state`.
+        The shards of several ranks are put together by all of them at once, so then it is `state`.
         """
-        if needs_shards(self._spec.learner, self._ranks):
+        if self._ranks.size > 1:
             return self.state()
-        weights, moments = trained_weights(self.model), self._moments()
-        return TrainerState(self.steps, *self._copier.begin(lambda: self._whole(weights), lambda: self._whole(moments)))
+        weights, moments, now = trained_weights(self.model), self._moments(), moment(self.model.device)
+        copies = self._copier.begin(lambda: host_copies(weights, now), lambda: host_copies(moments, now))
+        return TrainerState(self.steps, *copies)
 
     def _moments(self) -> dict[str, torch.Tensor]:
         return {
@@ -261,12 +264,11 @@ class GRPOTrainer:
         if self._previous is None:
             return None
         pairs = [(local(p.grad), local(self._previous[n])) for n, p in self._named.items() if p.grad is not None]
-        dot, new, old = self._ranks.total(
-            [
-                sum(float((x * y).sum()) for x, y in which)
-                for which in (pairs, [(g, g) for g, _ in pairs], [(h, h) for _, h in pairs])
-            ]
-        )
+        sums = [
+            torch.stack([(x * y).sum().double() for x, y in which]).sum()
+            for which in (pairs, [(g, g) for g, _ in pairs], [(h, h) for _, h in pairs])
+        ]
+        dot, new, old = self._ranks.total(torch.stack(sums).tolist())
         return (dot / math.sqrt(new * old), dot / old) if new > 0 and old > 0 else None
 
     def _clip(self) -> float:

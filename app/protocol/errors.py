@@ -13,6 +13,7 @@ EchoError
 ├── TooLarge            413
 ├── Unavailable         503  a part that is needed can't answer now
 ├── Refused             422  a trajectory file that can't be accepted, with its reason
+├── TaskFailed          500  a task's own code failed, hung or was killed
 ├── IntegrityError      500  a hash, size or signature does not match
 └── LearnerError        500  the learner can't go on, with its reason
 """
@@ -126,6 +127,13 @@ class Refused(EchoError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+class TaskFailed(EchoError):
+    """A task's own code raised, hung, was killed or answered nonsense. Never the same as a reward of 0."""
+
+    code = "task_failed"
+    title = "Task failed"
 
 
 class IntegrityError(EchoError):

@@ -14,6 +14,10 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 
 from app.protocol.base import Spec, micros
 from app.protocol.learner_spec import LearnerSpec
+from app.protocol.pruning import Prune
+from app.protocol.trust_spec import TrustSpec
+
+GroupPolicy = Literal["uniform", "coba", "cures"]
 
 
 class JobStatus(StrEnum):
@@ -41,11 +45,47 @@ class JobStatus(StrEnum):
 FINAL_STATUSES = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.BUDGET_EXHAUSTED})
 
 
+class TaskFile(Spec):
+    """A file that goes with a job's task: the source of a plug-in, prompts and answers. The control service makes it."""
+
+    role: Literal["source", "train", "heldout"]
+    size: int = Field(ge=0)
+    blake3: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @property
+    def name(self) -> str:
+        """Its name in the folder that the task is loaded from."""
+        return f"{self.role}.{'py' if self.role == 'source' else 'jsonl'}"
+
+    def key(self, job_id: str) -> str:
+        """Its key in the object store. What it holds is in it, so that nothing is ever replaced."""
+        return f"jobs/{job_id}/task/{self.blake3[:16]}-{self.name}"
+
+
+class TaskLimits(Spec):
+    """What the processes of a sandboxed task may use; docs/tasks.md."""
+
+    timeout_s: float = Field(default=30, gt=0, le=600)
+    """Seconds for one reward or one reply; a process that takes longer is killed."""
+    load_timeout_s: float = Field(default=120, gt=0, le=3600)
+    """Seconds for loading the task, for counting its prompts, and for one prompt."""
+    memory_mb: int = Field(default=2048, ge=64, le=1_048_576)
+    """Memory of each process, 2^20 bytes."""
+    processes: int | None = Field(default=None, ge=1, le=256)
+    """Processes side by side; null: one a processor, at most 4."""
+    builtin: bool = False
+    """Sandbox the built-in tasks, too, that otherwise run in the process that needs them."""
+
+
 class TaskSpec(Spec):
     """Which data plane plug-in, with what parameters."""
 
     name: str = Field(min_length=1, max_length=200)
+    """A built-in task, an installed entry point of the group `echo2.tasks`, or `file.py:Class`."""
     params: dict[str, JsonValue] = Field(default_factory=dict)
+    limits: TaskLimits = TaskLimits()
+    files: list[TaskFile] = Field(default_factory=list, max_length=3)
+    """Filled in by the control service when the job is created, never by its owner."""
 
 
 class StopSpec(Spec):
@@ -72,12 +112,39 @@ class BatchSpec(Spec):
     """Seconds after which a group is late; default: what its node should need, ten times."""
     on_late: Literal["reissue", "train"] = "reissue"
     """What is done about late groups: another node gets the work, or the learner trains on those that came."""
+    group_policy: GroupPolicy = "uniform"
+    """How many completions each prompt gets: all the same, or more where they teach more; over a window of `prompts`
+    groups the sum is the same. `coba` and `cures` are experimental; docs/capacity.md."""
+    min_group: int | None = Field(default=None, ge=2, le=1024)
+    """coba, cures: fewest completions of a prompt; default 2."""
+    max_group: int | None = Field(default=None, ge=2, le=1024)
+    """coba, cures: most completions of a prompt; default 4 × `group_size`."""
+    prune: Prune | None = None
+    """Nodes send only the most informative pairs of a group: half of it."""
 
     @model_validator(mode="after")
     def _late_is_defined(self) -> Self:
         if self.on_late == "train" and self.group_deadline_s is None:
             raise ValueError('on_late "train" needs group_deadline_s: how long the learner waits for a whole batch')
         return self
+
+    @model_validator(mode="after")
+    def _sizes_are_defined(self) -> Self:
+        if self.group_policy == "uniform" and (self.min_group is not None or self.max_group is not None):
+            raise ValueError('min_group and max_group need a group_policy that varies sizes: "coba" or "cures"')
+        if self.group_policy != "uniform" and self.prune is not None:
+            raise ValueError("prune leaves out the rewards that group_policy decides by: give one of them")
+        low, high = self.group_bounds
+        if not low <= self.group_size <= high:
+            raise ValueError(f"group_size {self.group_size} must lie within min_group {low} and max_group {high}")
+        return self
+
+    @property
+    def group_bounds(self) -> tuple[int, int]:
+        """Fewest and most completions of a prompt."""
+        if self.group_policy == "uniform":
+            return self.group_size, self.group_size
+        return self.min_group or 2, self.max_group or min(1024, 4 * self.group_size)
 
 
 class SamplingSpec(Spec):
@@ -177,6 +244,10 @@ class JobSpec(Spec):
     learner: LearnerSpec = LearnerSpec()
     fleet: FleetSpec = FleetSpec()
     snapshot: SnapshotSpec = SnapshotSpec()
+    trust: TrustSpec = TrustSpec()
+    rewards: Literal["node", "learner", "both"] = "node"
+    """Where answers are scored. `learner`: nodes hand in 0, and what the learner computes counts. `both`: the node's
+    reward counts, the learner computes it again, and a difference is a lie."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     notify_url: str | None = Field(default=None, max_length=2000)
 
@@ -203,6 +274,14 @@ class JobSpec(Spec):
             raise ValueError("snapshot.quantise is for whole models; an adapter (learner.lora) is small: leave it out")
         if self.learner.one_sided and not self.snapshot.quantise:
             raise ValueError("learner.one_sided is for rollouts of quantised weights: it needs snapshot.quantise")
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_know_rewards(self) -> Self:
+        if self.rewards == "learner" and (self.batch.prune or self.batch.group_policy != "uniform"):
+            raise ValueError(
+                'batch.prune and batch.group_policy go by the rewards that nodes compute: rewards must not be "learner"'
+            )
         return self
 
     @field_validator("budget_usd")

@@ -13,6 +13,7 @@ and every later call must carry it in the header `Echo2-Epoch`; an older learner
 | `POST /steps` | StepReport → LearnerDirectives; idempotent by step |
 | `POST /drops` | Drops → LearnerDirectives: groups that will never be trained on, told without a step |
 | `POST /evals` | EvalReport → LearnerDirectives |
+| `POST /audits` | AuditReport → AuditAnswer (app/protocol/audits.py); idempotent by node and work item |
 | `POST /done` | Done → 204 |
 """
 
@@ -122,6 +123,15 @@ class TrajectoryRef(Lenient):
     blake3: str
     node_id: str
     work_items: list[str]
+    audits_passed: int = 0
+    """Of its node's groups, those that have passed an audit."""
+    interruptible: bool = False
+    """Its node's machine may be taken away."""
+    group_sizes: dict[str, int] = Field(default_factory=dict)
+    """Completions of each of these groups, of which the file has `app.protocol.pruning.kept` many; of a group that is
+    not named, as many as the job's `group_size`."""
+    written_by: dict[str, list[str]] = Field(default_factory=dict)
+    """Nodes that sampled part of a group before `node_id`, where there are any."""
 
 
 class TrajectoryPage(Lenient):
@@ -129,6 +139,8 @@ class TrajectoryPage(Lenient):
 
     items: list[TrajectoryRef]
     cursor: int
+    quarantined: list[str] = Field(default_factory=list)
+    """All nodes of the job that are in quarantine."""
 
 
 class PublishedDelta(Strict):

@@ -5,10 +5,13 @@ only `/v1/nodes/{its own id}/…`.
 
 | call | body → answer |
 |---|---|
+| `POST /nodes/progress` (join token, which it does not use up) | StartProgress → 204 |
 | `POST /nodes/join` (join token) | JoinRequest → JoinAnswer |
 | `POST /nodes/{id}/heartbeat` | Heartbeat → Directives |
 | `POST /nodes/{id}/work` | WorkRequest → WorkAnswer (waits up to `wait_s` for admission) |
 | `POST /nodes/{id}/trajectories` | CommitRequest → CommitAnswer; problem `trajectory_refused` when refused |
+| `POST /nodes/{id}/uploads` | UploadRequest → UploadSlot: where to put one more file |
+| `POST /nodes/{id}/partials` | CommitRequest → PartialAnswer: groups that somebody else has to finish |
 | `GET /nodes/{id}/snapshots/{version}?first=&count=` | → SnapshotUrls, the object-store path |
 | `POST /nodes/{id}/reports` | Report (a lying upstream, a fault) → 204 |
 | `POST /nodes/{id}/leave` | Leave → 204 |
@@ -18,12 +21,14 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, field_validator
 
 from app.protocol.base import Lenient, Strict
 from app.protocol.job import SamplingSpec, TaskSpec
+from app.protocol.pruning import Prune
+from app.protocol.startup import MachineFacts, StartProgress
 
 
 class NodeState(StrEnum):
@@ -45,6 +50,8 @@ class JoinRequest(Strict):
     gpu_name: str = Field(default="", max_length=200)
     relay_url: str | None = Field(default=None, max_length=500)
     """Where peers reach this node's relay; None if the machine has no open port."""
+    facts: MachineFacts | None = None
+    """What the machine has; held against what was rented."""
 
 
 class AssetRef(Lenient):
@@ -72,6 +79,8 @@ class Directives(Lenient):
     upstreams: list[Upstream]
     target_version: int | None
     """The newest published version; None before v0."""
+    oldest_admissible: int | None = None
+    """A rollout with a token of an older version is of no use any more; None: not known."""
     drain: bool = False
     shutdown: bool = False
     """The lease is over: end the process."""
@@ -98,6 +107,16 @@ class JoinAnswer(Lenient):
     uplink_bytes_per_s: float | None
     """Pace of this node's relay; None when unknown."""
     max_upload_bytes: int
+    prune: Prune | None = None
+    """Which samples of a group go into a file; None: all of them."""
+    parameters: int | None = None
+    """Of the model: what memory it needs."""
+    snapshot_bytes: int | None = None
+    """Of a whole version: what disk it needs."""
+    task_files: list[AssetRef] = Field(default_factory=list)
+    """The files of `task.files`, by their names, with where to get them."""
+    rewards: Literal["node", "learner", "both"] = "node"
+    """`learner`: this node does not score; it hands in rewards of 0."""
     directives: Directives
 
 
@@ -130,6 +149,13 @@ class Interruption(Strict):
             raise ValueError("is beyond all calendars") from None
 
 
+WasteReason = Literal["interrupted", "engine_died", "stale", "refused", "task_error", "partial_refused"]
+"""Why generated tokens were thrown away: cut short and not handed back; lost with the engine; too old to count, or
+answered by somebody else meanwhile; the file was refused, or could not be handed in; no reward; what another node had
+begun could not be used."""
+Count = Annotated[int, Field(ge=0)]
+
+
 class Heartbeat(Strict):
     """State of a node. Counters are totals since join; rates are smoothed by the node."""
 
@@ -139,6 +165,10 @@ class Heartbeat(Strict):
     """Rollouts per second of generating time: what the node can do, waiting for work not counted."""
     tokens_per_s: float | None = Field(default=None, ge=0)
     busy_share: float | None = Field(default=None, ge=0, le=1)
+    tokens_generated: Count = 0
+    """Completion tokens that this node sampled."""
+    tokens_wasted: dict[WasteReason, Count] = Field(default_factory=dict)
+    """Those that were of no use, and those begun by other nodes that it could not use."""
     in_flight: int = Field(default=0, ge=0)
     bytes_down: int = Field(default=0, ge=0)
     """All bytes received, any source."""
@@ -164,6 +194,8 @@ class Heartbeat(Strict):
     progress: BroadcastProgress | None = None
     errors: dict[str, int] = Field(default_factory=dict)
     detail: str = Field(default="", max_length=500)
+    start: StartProgress | None = None
+    """How far its start has come, or a reload of its engine."""
     interruption: Interruption | None = None
     """A notice that no answered heartbeat has carried yet. Who reads it has to bear hearing it twice."""
 
@@ -175,6 +207,17 @@ class WorkRequest(Strict):
     policy_version: int = Field(ge=0)
     """The version that the rollouts will be sampled under."""
     wait_s: float = Field(default=10, ge=0, le=30)
+
+
+class PartialRef(Lenient):
+    """What another node sampled of a group before it had to stop: a file as `app.protocol.partial` reads it, which may
+    hold other groups as well."""
+
+    key: str
+    url: str
+    """Presigned GET."""
+    size: int
+    blake3: str
 
 
 class WorkItem(Lenient):
@@ -189,6 +232,15 @@ class WorkItem(Lenient):
     """Which prompts `prompt_index` counts. Held-out ones are an evaluation: nobody trains on the answers."""
     temperature: float | None = None
     """Instead of the job's; next to 0 for the most likely answer."""
+    partial: PartialRef | None = None
+    """Where to go on from. The group is handed in whole all the same, or sampled from scratch if that can't be used."""
+
+
+class UploadRequest(Strict):
+    """Ask for a place to put a file."""
+
+    policy_version: int = Field(ge=0)
+    """The oldest version that anything in the file was sampled under; the object's key shows it."""
 
 
 class UploadSlot(Lenient):
@@ -221,6 +273,12 @@ class CommitAnswer(Lenient):
 
     accepted: list[str]
     late: list[str] = Field(default_factory=list)
+
+
+class PartialAnswer(Lenient):
+    """What was taken over: work items that are no longer leased to this node and will be finished from the file."""
+
+    taken: list[str]
 
 
 class StoredPart(Lenient):
@@ -270,3 +328,8 @@ class Leave(Strict):
     reason: str = Field(max_length=500)
     unfinished: list[str] = Field(default_factory=list, max_length=4096)
     """Work items that it hands back."""
+    tokens_generated: Count = 0
+    tokens_wasted: dict[WasteReason, Count] = Field(default_factory=dict)
+    """As in a heartbeat: the last totals."""
+    unfit: bool = False
+    """The machine can't do this job, and won't when it is rented again."""

@@ -1,15 +1,16 @@
 """The trajectory file: Parquet, one row a rollout, whole groups only.
 
-Invariant: a table that `read_table` returns has exactly the schema, finite log-probs ≤ 0, one log-prob and one mark per completion
-token (at least one of the policy's own), version spans that cover the completion, and per work item exactly `group_size` rows with sample indices
-0 … group_size − 1. Nothing in it is ever unpickled.
+Invariant: a table that `read_table` returns and `validate` accepts has exactly the schema, finite log-probs ≤ 0, one
+log-prob and one mark per completion token (at least one of the policy's own), version spans that cover the completion,
+and per work item as many rows as are expected, with sample indices within 0 … group_size − 1, each once. Nothing in it
+is ever unpickled.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +76,11 @@ class Rollout:
         return [True] * len(self.completion_ids) if self.generated is None else self.generated
 
     @property
+    def own_tokens(self) -> int:
+        """Completion tokens that the policy wrote."""
+        return len(self.completion_ids) if self.generated is None else sum(self.generated)
+
+    @property
     def oldest_version(self) -> int:
         """The version that staleness counts from."""
         return min(self.span_versions)
@@ -86,6 +92,8 @@ class Expected:
 
     prompt_index: int
     group_size: int
+    rows: int | None = None
+    """How many of the group's samples the file has, where it is not all of them (`app.protocol.pruning`)."""
 
 
 def encode(rollouts: Sequence[Rollout]) -> bytes:
@@ -159,6 +167,13 @@ def validate(
     Reasons: `foreign_work_item`, `incomplete_group`, `wrong_prompt`, `lengths`, `logprobs`, `future_version`,
     `versions`, `finish_reason`, `reward`, `quantisation`.
     """
+    check_quantisation(table, quantised)
+    _check_groups(table, expected)
+    check_rows(table, newest_version=newest_version, max_tokens=max_tokens, finish_reasons=FINISH_REASONS)
+
+
+def check_quantisation(table: pa.Table, quantised: str | None) -> None:
+    """Hold a file's mark against the job's `snapshot.quantise`. Raises Refused: `quantisation`."""
     found = quantisation(table)
     if found != quantised:
         raise Refused(
@@ -166,11 +181,14 @@ def validate(
             f"the file says that it was sampled from weights quantised as {found or 'none'}; this job's are as "
             f"{quantised or 'none'}: use an agent that knows snapshot.quantise",
         )
-    _check_groups(table, expected)
+
+
+def check_rows(table: pa.Table, *, newest_version: int, max_tokens: int, finish_reasons: Set[str]) -> None:
+    """Each row by itself. Raises Refused as `validate` does."""
     _check_tokens(table, max_tokens)
     _check_versions(table, newest_version)
-    if not set(table.column("finish_reason").unique().to_pylist()) <= FINISH_REASONS:
-        raise Refused("finish_reason", f"finish_reason must be one of {sorted(FINISH_REASONS)}")
+    if not set(table.column("finish_reason").unique().to_pylist()) <= finish_reasons:
+        raise Refused("finish_reason", f"finish_reason must be one of {sorted(finish_reasons)}")
     if not np.isfinite(table.column("reward").to_numpy()).all():
         raise Refused("reward", "a reward is not finite")
 
@@ -190,8 +208,14 @@ def _check_groups(table: pa.Table, expected: Mapping[str, Expected]) -> None:
             raise Refused("wrong_prompt", f"work item {item} is for prompt {expected[item].prompt_index}, not {prompt}")
         seen.setdefault(item, []).append(sample)
     for item, want in expected.items():
-        if sorted(seen.get(item, [])) != list(range(want.group_size)):
-            raise Refused("incomplete_group", f"work item {item} needs samples 0…{want.group_size - 1} once each")
+        samples = seen.get(item, [])
+        wanted = want.group_size if want.rows is None else want.rows
+        whole = len(samples) == len(set(samples)) == wanted
+        if not whole or min(samples) < 0 or max(samples) >= want.group_size:
+            needed = "" if wanted == want.group_size else f"{wanted} of the "
+            raise Refused(
+                "incomplete_group", f"work item {item} needs {needed}samples 0…{want.group_size - 1} once each"
+            )
 
 
 def _lengths(table: pa.Table, column: str) -> np.ndarray:

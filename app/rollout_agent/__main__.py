@@ -19,7 +19,8 @@ from app.protocol.errors import EchoError
 from app.rollout_agent.agent import Agent
 from app.rollout_agent.config import AgentSettings, load_settings, relay_address, self_destruct
 from app.rollout_agent.engines.base import Engine
-from app.rollout_agent.engines.registry import gpu_name, make_engine
+from app.rollout_agent.engines.registry import choose_device, gpu_name, make_engine
+from app.rollout_agent.facts import machine_facts, open_nvml
 from app.rollout_agent.lifecycle import Ending
 from app.rollout_agent.preemption.watch import source_of
 from app.rollout_agent.tuning import keep_windows
@@ -59,6 +60,8 @@ async def _run(settings: AgentSettings, engine: Engine) -> Ending:
             self_destruct=self_destruct(os.environ),
             gpu_name=settings.gpu_name or gpu_name(),
             notices=notices,
+            facts=await asyncio.to_thread(machine_facts, settings.agent_dir, open_nvml()),
+            on_gpu=choose_device(settings.device) == "cuda",
         )
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, agent.stop)

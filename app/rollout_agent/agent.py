@@ -17,14 +17,18 @@ import httpx
 from app import __version__
 from app.protocol.errors import EchoError, Gone, Unauthorized, Unavailable
 from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, JoinRequest, Leave
+from app.protocol.startup import MachineFacts
+from app.rollout_agent import room
 from app.rollout_agent.client import NodeClient, Unreached
 from app.rollout_agent.config import AgentSettings, RelayAddress, SelfDestruct
 from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.facts import free_bytes
 from app.rollout_agent.lifecycle import Ending, LeaseWatch, ending_of, join_ending
 from app.rollout_agent.node import Node
 from app.rollout_agent.preemption.board import Board
 from app.rollout_agent.preemption.metadata import Source
 from app.rollout_agent.preemption.watch import watch_machine
+from app.rollout_agent.startup import Startup, tell
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ class Agent:
         self_destruct: SelfDestruct | None = None,
         gpu_name: str = "",
         notices: Source | None = None,
+        facts: MachineFacts | None = None,
+        on_gpu: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -63,12 +69,15 @@ class Agent:
         self._self_destruct = self_destruct
         self._gpu_name = gpu_name
         self._notices = notices
+        self._facts = facts
+        self._on_gpu = on_gpu
         self._board = Board()
         self._clock = clock
         self._client = NodeClient(settings.control_url, http)
         self._ending: asyncio.Future[Ending] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._kick = asyncio.Event()
+        self._startup = Startup(clock, self._kick.set)
         self._node: Node | None = None
         self._unreachable = False
 
@@ -87,7 +96,10 @@ class Agent:
             return join_ending(error)
         log.info("joined as %s for job %s", joined.node_id, joined.job_id)
         watch = LeaseWatch.start(self._settings.orphan_timeout_s, sent_at, joined.directives)
-        node = Node(self._settings, joined, self._client, self._engine, self._relay, self._kick.set, self._clock)
+        node = Node(
+            self._settings, joined, self._client, self._engine, self._relay, self._kick.set, self._clock,
+            self._startup, self._check_room,
+        )  # fmt: skip
         self._node = node
         self._spawn(self._beat(node, watch), "heartbeat")
         self._spawn(self._watch(watch), "lease watch")
@@ -128,16 +140,28 @@ class Agent:
             engine=self._settings.engine,
             gpu_name=self._gpu_name[:200],
             relay_url=self._relay.public_url,
+            facts=self._facts,
         )
+        token = self._settings.join_token.get_secret_value()
+        await tell(lambda told: self._client.progress(told, token), self._startup)
         give_up = self._clock() + self._settings.orphan_timeout_s
         while True:
             sent_at = self._clock()
             try:
-                return sent_at, await self._client.join(request, self._settings.join_token.get_secret_value())
+                return sent_at, await self._client.join(request, token)
             except Unreached as error:
                 if self._clock() > give_up:
                     raise
                 log.warning("can't join yet: %s", error.detail)
+
+    def _check_room(self, joined: JoinAnswer) -> None:
+        """Raises Unfit for a job that this machine has no room for."""
+        if self._facts is None:
+            return
+        folder = self._settings.agent_dir
+        gpus = len(self._facts.gpus) if self._settings.engine == "vllm" else 1
+        model = room.Model(joined.assets, joined.parameters, joined.snapshot_bytes)
+        room.check(model, self._facts, folder, free_bytes(folder), on_gpu=self._on_gpu, gpus_used=gpus)
 
     async def _serve(self, node: Node) -> None:
         await node.run()
@@ -231,7 +255,8 @@ class Agent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if ending.reachable:
-            await self._leave(Leave(reason=ending.reason[:500], unfinished=node.unfinished()[:4096]))
+            unfinished = node.unfinished()[:4096]
+            await self._leave(Leave(reason=ending.reason[:500], unfinished=unfinished, unfit=ending.unfit))
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await node.close()

@@ -1,12 +1,13 @@
 """The model's files, fetched once at the start: config and tokenizer; under an adapter its weights, too.
 
-Invariant: a file in the model folder has the size and hash that the control service announced.
+Invariant: a file in the model folder has the size and hash that the control service announced. A large one that was
+cut, or left by a process that ended, goes on at the byte where it stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -16,38 +17,62 @@ from app.protocol.node import AssetRef
 from app.rollout_agent.client import NodeClient
 
 MAX_ASSET_BYTES = 256 * 1024 * 1024
-WEIGHTS = ".safetensors"
+WEIGHTS = (".safetensors", ".jsonl")
 """Files that may be of any size, and never are in memory as a whole."""
 
+OnBytes = Callable[[int, int, str], None]
+"""Told the bytes of all files that are there, those that there will be, and the file that comes now."""
 
-async def fetch_assets(client: NodeClient, assets: Sequence[AssetRef], folder: Path) -> None:
+
+async def fetch_assets(
+    client: NodeClient, assets: Sequence[AssetRef], folder: Path, on_bytes: OnBytes = lambda *_: None
+) -> None:
     """Download every asset into `folder`. Raises IntegrityError for a wrong size or hash, else what the client raises.
 
     Repeated once when the content is wrong: a proxy may have cut it.
     """
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    total, done = sum(asset.size for asset in assets), 0
     for asset in assets:
+        on_bytes(done, total, asset.path)
         if asset.path.endswith(WEIGHTS):
-            await _fetch_weights(client, asset, folder / asset.path)
-            continue
-        if asset.size > MAX_ASSET_BYTES:
-            raise IntegrityError(f"asset {asset.path} has {asset.size} bytes, at most {MAX_ASSET_BYTES} are taken")
+            await _fetch_weights(client, asset, folder / asset.path, _after(on_bytes, done, total, asset.path))
+        else:
+            await _fetch_small(client, asset, folder / asset.path)
+        done += asset.size
+        on_bytes(done, total, asset.path)
+
+
+def _after(on_bytes: OnBytes, done: int, total: int, name: str) -> Callable[[int], None]:
+    return lambda size: on_bytes(done + size, total, name)
+
+
+async def _fetch_small(client: NodeClient, asset: AssetRef, path: Path) -> None:
+    if asset.size > MAX_ASSET_BYTES:
+        raise IntegrityError(f"asset {asset.path} has {asset.size} bytes, at most {MAX_ASSET_BYTES} are taken")
+    data = await client.download(asset.url, asset.size)
+    if not _matches(asset, data):
         data = await client.download(asset.url, asset.size)
-        if not _matches(asset, data):
-            data = await client.download(asset.url, asset.size)
-        if not _matches(asset, data):
-            raise IntegrityError(f"asset {asset.path} does not have the size and hash that were announced")
-        await asyncio.to_thread((folder / asset.path).write_bytes, data)
+    if not _matches(asset, data):
+        raise IntegrityError(f"asset {asset.path} does not have the size and hash that were announced")
+    await asyncio.to_thread(path.write_bytes, data)
 
 
-async def _fetch_weights(client: NodeClient, asset: AssetRef, path: Path) -> None:
+async def _fetch_weights(client: NodeClient, asset: AssetRef, path: Path, on_bytes: Callable[[int], None]) -> None:
     part = path.with_name(f".{path.name}.part")
+    if await asyncio.to_thread(_is_it, path, asset):
+        return
     for _ in range(2):
-        await client.download_to(asset.url, part, asset.size)
-        if await asyncio.to_thread(_digest, part) == asset.blake3:
+        await client.download_to(asset.url, part, asset.size, on_bytes)
+        if await asyncio.to_thread(_is_it, part, asset):
             await asyncio.to_thread(part.replace, path)
             return
+        await asyncio.to_thread(part.unlink, missing_ok=True)
     raise IntegrityError(f"asset {asset.path} does not have the hash that was announced")
+
+
+def _is_it(path: Path, asset: AssetRef) -> bool:
+    return path.is_file() and path.stat().st_size == asset.size and _digest(path) == asset.blake3
 
 
 def _digest(path: Path) -> str:

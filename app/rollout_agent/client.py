@@ -26,12 +26,15 @@ from app.protocol.node import (
     JoinAnswer,
     JoinRequest,
     Leave,
+    PartialAnswer,
     Report,
     SnapshotUrls,
+    UploadRequest,
     UploadSlot,
     WorkAnswer,
     WorkRequest,
 )
+from app.protocol.startup import StartProgress
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ SLOWEST_BYTES_PER_S = 1_000_000
 """A large file that comes slower than that is given up."""
 LONG_POLL_MARGIN_S = 10.0
 RETRIES = 4
+RANGE_REFUSED = 416
 BACKOFF_S, BACKOFF_MAX_S = 0.25, 5.0
 
 _BY_CODE: dict[str, type[EchoError]] = {
@@ -102,6 +106,10 @@ class NodeClient:
         self._headers = {"Authorization": f"Bearer {answer.node_token}"}
         return answer
 
+    async def progress(self, told: StartProgress, join_token: str) -> None:
+        """Tell how far the start is, before the join. Not repeated: the next one says more."""
+        await self._send("POST", "/progress", told, headers={"Authorization": f"Bearer {join_token}"})
+
     async def heartbeat(self, beat: Heartbeat) -> Directives:
         """One heartbeat; the next one is its retry."""
         return await self._json("POST", self._own("/heartbeat"), Directives, beat)
@@ -118,6 +126,15 @@ class NodeClient:
     async def commit(self, request: CommitRequest) -> CommitAnswer:
         """Commit a file that was put; idempotent by key. Raises Refused when the file can't be accepted."""
         return await self._repeat(lambda: self._json("POST", self._own("/trajectories"), CommitAnswer, request))
+
+    async def upload_slot(self, policy_version: int) -> UploadSlot:
+        """Where to put a file whose oldest token is of this version. One that is not used costs nothing."""
+        request = UploadRequest(policy_version=policy_version)
+        return await self._repeat(lambda: self._json("POST", self._own("/uploads"), UploadSlot, request))
+
+    async def partials(self, request: CommitRequest) -> PartialAnswer:
+        """Hand unfinished groups over by a file that was put; idempotent by key. Raises Refused."""
+        return await self._repeat(lambda: self._json("POST", self._own("/partials"), PartialAnswer, request))
 
     async def snapshot_urls(self, version: int, first: int, count: int) -> SnapshotUrls:
         """Presigned URLs of a version's manifest and chunks."""
@@ -137,9 +154,23 @@ class NodeClient:
         """Get a small presigned object. Raises TooLarge when it exceeds `max_bytes`."""
         return await self._repeat(lambda: self._download(url, max_bytes))
 
-    async def download_to(self, url: str, path: Path, max_bytes: int) -> None:
-        """Get a presigned object of any size into a file. Raises TooLarge when it exceeds `max_bytes`."""
-        await self._repeat(lambda: self._download_to(url, path, max_bytes))
+    async def download_to(
+        self, url: str, path: Path, max_bytes: int, on_bytes: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Get a presigned object of any size into a file, from the byte on where an earlier try, or process, stopped.
+
+        `on_bytes` is told the size of the file as it grows. Tries that come further don't count as failed ones. Raises
+        TooLarge when it exceeds `max_bytes`.
+        """
+        while True:
+            before = _size(path)
+            try:
+                await self._repeat(lambda: self._download_to(url, path, max_bytes, on_bytes))
+            except Unavailable:
+                if _size(path) <= before:
+                    raise
+                continue
+            return
 
     def _own(self, path: str) -> str:
         return f"/{self._node_id}{path}"
@@ -201,22 +232,52 @@ class NodeClient:
         async with asyncio.timeout(TRANSFER_TIMEOUT.read):
             return await _reach(self._stream(url, max_bytes), "the object store")
 
-    async def _download_to(self, url: str, path: Path, max_bytes: int) -> None:
-        with path.open("wb") as file:
+    async def _download_to(self, url: str, path: Path, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
+        with path.open("ab") as file:
+
+            def take(part: bytes) -> None:
+                file.write(part)
+                on_bytes(file.tell())
+
+            def restart() -> None:
+                file.seek(0)
+                file.truncate()
+
+            if file.tell() >= max_bytes:
+                # Whole already, or nothing of this object: the hash tells.
+                return
             async with asyncio.timeout(max(TRANSFER_TIMEOUT.read or 0.0, max_bytes / SLOWEST_BYTES_PER_S)):
-                await _reach(self._stream_into(url, max_bytes, file.write), "the object store")
+                stream = self._stream_into(url, max_bytes, take, start=file.tell(), restart=restart)
+                await _reach(stream, "the object store")
 
     async def _stream(self, url: str, max_bytes: int) -> bytes:
         parts: list[bytes] = []
         await self._stream_into(url, max_bytes, parts.append)
         return b"".join(parts)
 
-    async def _stream_into(self, url: str, max_bytes: int, take: Callable[[bytes], object]) -> None:
-        size = 0
-        async with self._http.stream("GET", url, timeout=TRANSFER_TIMEOUT) as response:
+    async def _stream_into(
+        self,
+        url: str,
+        max_bytes: int,
+        take: Callable[[bytes], object],
+        *,
+        start: int = 0,
+        restart: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`start`: so many bytes are there; a source that can't go on from them sends all of it, after `restart`."""
+        size = start
+        # Counted are the object's own bytes, so it may not come compressed.
+        headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"} if start else {}
+        async with self._http.stream("GET", url, timeout=TRANSFER_TIMEOUT, headers=headers) as response:
             if not response.is_success:
                 await response.aread()
+                if response.status_code == RANGE_REFUSED:
+                    restart()
+                    raise Unavailable("the object is shorter than what is there of it; beginning anew")
                 raise error_of(response)
+            if start and not _goes_on(response, start):
+                restart()
+                size = 0
             async for part in response.aiter_bytes():
                 size += len(part)
                 self.bytes_down += len(part)
@@ -243,6 +304,16 @@ async def _reach(call: Awaitable[Got], whom: str) -> Got:
         raise Unreached(f"{whom} can't be reached ({type(error).__name__})") from error
     except (httpx.HTTPError, TimeoutError) as error:
         raise Unavailable(f"{whom} does not answer ({type(error).__name__})") from error
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _goes_on(response: httpx.Response, start: int) -> bool:
+    """Whether an answer holds the bytes from `start` on, and not all of them."""
+    found = response.headers.get("content-range", "")
+    return response.status_code == 206 and found.replace("=", " ").startswith(f"bytes {start}-")
 
 
 def backoff(attempt: int, jitter: float) -> float:

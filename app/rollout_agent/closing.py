@@ -5,15 +5,12 @@ Invariant: each part is ended, whatever the end of another one raises or however
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from typing import Protocol
 
 import httpx
-
-ENGINE_CLOSE_S = 8.0
 
 
 class Stoppable(Protocol):
@@ -25,24 +22,18 @@ class Stoppable(Protocol):
 async def close_parts(
     relay: Stoppable | None,
     http: httpx.AsyncClient,
-    free_engine: Callable[[], None],
+    free_engine: Callable[[], Awaitable[None]],
     engine_pool: Executor,
     score_pool: Executor,
 ) -> None:
-    """Stop serving, then free the engine in its own thread. TimeoutError when one of the two doesn't end.
+    """Stop serving, then free the engine. TimeoutError when one of the two doesn't end.
 
     Threads that hang in a task's reward are not waited for.
     """
     async with AsyncExitStack() as parts:  # ends them in reverse order, all of them
         parts.callback(engine_pool.shutdown, wait=False, cancel_futures=True)
-        parts.push_async_callback(_free, free_engine, engine_pool)
+        parts.push_async_callback(free_engine)
         parts.callback(score_pool.shutdown, wait=False, cancel_futures=True)
         parts.push_async_callback(http.aclose)
         if relay is not None:
             parts.push_async_callback(relay.stop)
-
-
-async def _free(free_engine: Callable[[], None], pool: Executor) -> None:
-    # The engine was interrupted: its thread is free within one token.
-    async with asyncio.timeout(ENGINE_CLOSE_S):
-        await asyncio.get_running_loop().run_in_executor(pool, free_engine)

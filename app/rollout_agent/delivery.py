@@ -1,7 +1,8 @@
-"""From a sampled batch to an accepted file: score, put, commit.
+"""From sampled groups to an accepted file: score, put, commit.
 
 Invariant: finished work outlives an outage of the control service: it is handed in again and again until it is
-answered or its lease is hopelessly over. Refused work is counted and never sent twice.
+answered or its lease is hopelessly over. Refused work is counted and never sent twice. Tokens that come to nothing are
+counted by reason.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 from app.protocol.errors import BadInput, EchoError, Gone, Refused, Unauthorized, Unavailable
-from app.protocol.node import CommitAnswer, Report
-from app.rollout_agent.batch import Batch, Sampled, TextSide, TrajectoryFile, score, to_file
+from app.protocol.node import CommitAnswer, Report, UploadSlot, WasteReason
+from app.rollout_agent.batch import Group, Sampled, TextSide, TrajectoryFile, score, to_file
 from app.rollout_agent.client import NodeClient, backoff
 from app.rollout_agent.ledger import WorkLedger
 
@@ -27,8 +29,16 @@ UPLOAD_MARGIN = 0.8
 """Batches aim at this share of the largest upload."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A whole group with its rewards, in sample order."""
+
+    group: Group
+    rewards: Sequence[float]
+
+
 class Delivery:
-    """Hands batches in, one after the other. Raises WorkerFault, Gone, Unauthorized: the node is over."""
+    """Hands groups in, one file after the other. Raises WorkerFault, Gone, Unauthorized: the node is over."""
 
     def __init__(
         self,
@@ -59,61 +69,94 @@ class Delivery:
         return max(1, int(UPLOAD_MARGIN * self._max_bytes / self._bytes_per_item))
 
     async def finish(self, sampled: Sampled) -> None:
-        """Score, put and commit one batch."""
-        rewards, failed = await score(self._text, sampled, self._pool)
-        self._ledger.give_up(failed)
-        for item, detail in failed.items():
-            self._ledger.errors["task_error"] += 1
-            log.warning("no reward for work item %s: %s", item, detail)
-            report = Report(kind="task_error", subject=item, version=sampled.version, detail=detail[:1000])
-            await report_softly(self._client, report)
-        if not rewards:
+        """Score, put and commit what is whole of one batch."""
+        scored = await self.score(sampled.whole)
+        if scored:
+            await self.hand_in(scored, sampled.batch.slot)
+        elif sampled.whole:
             self._ledger.fault("unscored_batch", "not one group of a batch could be scored")
-            return
+
+    async def score(self, groups: Sequence[Group]) -> list[Scored]:
+        """Those of these whole groups that could be scored; the others are reported and given up."""
+        rewards, failed = await score(self._text, groups, self._pool)
+        self._ledger.give_up(failed)
+        for group in groups:
+            if group.item.id not in failed:
+                continue
+            detail = failed[group.item.id]
+            self._ledger.errors["task_error"] += 1
+            self._ledger.waste("task_error", group.tokens)
+            log.warning("no reward for work item %s: %s", group.item.id, detail)
+            report = Report(
+                kind="task_error", subject=group.item.id, version=group.oldest_version, detail=detail[:1000]
+            )
+            await report_softly(self._client, report)
+        return [Scored(group, rewards[group.item.id]) for group in groups if group.item.id in rewards]
+
+    async def hand_in(self, scored: Sequence[Scored], slot: UploadSlot | None = None) -> None:
+        """Make a file of these groups, at least one, put and commit it; without a slot one is asked for."""
+        groups = [s.group for s in scored]
+        rewards = {s.group.item.id: s.rewards for s in scored}
         loop = asyncio.get_running_loop()
-        file = await loop.run_in_executor(self._pool, to_file, sampled, rewards)
-        self._bytes_per_item = len(file.data) / len(rewards)
+        file = await loop.run_in_executor(self._pool, to_file, groups, rewards, slot.key if slot is not None else "")
+        self._bytes_per_item = len(file.data) / len(groups)
         if len(file.data) > self._max_bytes:
             self._ledger.give_up(rewards)
+            self._waste("refused", groups)
             self._ledger.fault("too_large", f"a file of {len(file.data)} bytes; at most {self._max_bytes} are taken")
             return
-        await self._hand_in(file, sampled.batch)
+        await self._insist(file, groups, slot)
 
-    async def _hand_in(self, file: TrajectoryFile, batch: Batch) -> None:
-        items = file.request.work_items
+    async def _insist(self, file: TrajectoryFile, groups: Sequence[Group], slot: UploadSlot | None) -> None:
+        items, last_deadline = file.request.work_items, max(group.deadline for group in groups)
+        oldest = min(group.oldest_version or 0 for group in groups)
         attempt = 0
         while True:
             try:
-                answer = await self._put_and_commit(file, batch)
+                if slot is None:
+                    slot = await self._client.upload_slot(oldest)
+                    file = file.under(slot.key)
+                answer = await self._put_and_commit(file, slot)
             except (Gone, Unauthorized):
                 raise
             except Unavailable as error:
-                if self._clock() > batch.last_deadline + HOPELESS_AFTER_S:
+                if self._clock() > last_deadline + HOPELESS_AFTER_S:
                     self._ledger.settled(items)
                     self._ledger.errors["work_lost"] += len(items)
+                    self._waste("refused", groups)
                     log.warning("%d finished work items are lost: %s", len(items), error.detail)
                     return
                 await self._sleep(backoff(attempt, self._jitter()))
                 attempt += 1
             except EchoError as error:
                 self._ledger.settled(items)
+                self._waste("refused", groups)
                 reason = f"{error.reason}: " if isinstance(error, Refused) else ""
                 self._ledger.fault("refused", reason + error.detail)
                 return
             else:
                 self._ledger.settled(items)
                 self._ledger.accepted(len(answer.late))
+                self._waste("stale", [group for group in groups if group.item.id in answer.late])
                 return
 
-    async def _put_and_commit(self, file: TrajectoryFile, batch: Batch) -> CommitAnswer:
-        try:
-            await self._client.put(batch.slot, file.data)
-        except Unavailable:
-            raise
-        except EchoError as error:
-            # The store's answer says nothing about this node's standing with the control service.
-            raise BadInput(f"the object store refused the upload: {error.detail}") from error
+    async def _put_and_commit(self, file: TrajectoryFile, slot: UploadSlot) -> CommitAnswer:
+        await put_softly(self._client, slot, file.data)
         return await self._client.commit(file.request)
+
+    def _waste(self, reason: WasteReason, groups: Sequence[Group]) -> None:
+        self._ledger.waste(reason, sum(group.tokens for group in groups))
+
+
+async def put_softly(client: NodeClient, slot: UploadSlot, data: bytes) -> None:
+    """Put a file. Raises Unavailable, and BadInput for every other answer of the store: it says nothing about this
+    node's standing with the control service."""
+    try:
+        await client.put(slot, data)
+    except Unavailable:
+        raise
+    except EchoError as error:
+        raise BadInput(f"the object store refused the upload: {error.detail}") from error
 
 
 async def report_softly(client: NodeClient, report: Report) -> None:

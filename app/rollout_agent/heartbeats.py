@@ -7,10 +7,11 @@ left out. Byte counts are totals since the start and never go back; measured rat
 from __future__ import annotations
 
 from app.protocol.node import Heartbeat, Interruption, NodeState
+from app.protocol.startup import StartProgress
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.links import measured_links
-from app.rollout_agent.measure import Meter
+from app.rollout_agent.measure import Meter, Rates
 from app.snapshots.puller import Puller
 from app.snapshots.rates import News
 from app.snapshots.relay import Relay
@@ -28,9 +29,14 @@ def describe(
     relay: Relay | None,
     news: News,
     interruption: Interruption | None,
+    start: StartProgress | None = None,
+    probe: Rates | None = None,
 ) -> Heartbeat:
-    """The node at `now` (monotonic seconds). `policy_version`: the engine's. Parts that aren't there yet are None."""
-    rates = meter.rates if meter is not None else None
+    """The node at `now` (monotonic seconds). `policy_version`: the engine's. Parts that aren't there yet are None.
+
+    `probe`: the speed that the self-test found, told until there is work to measure.
+    """
+    rates = (meter.rates if meter is not None else None) or probe
     by_kind = puller.bytes_from if puller is not None else {}
     relayed = relay.bytes_served if relay is not None else 0
     current = puller.current if puller is not None else None
@@ -40,6 +46,8 @@ def describe(
         rollouts_per_s=rates.rollouts_per_s if rates is not None else None,
         tokens_per_s=rates.tokens_per_s if rates is not None else None,
         busy_share=meter.busy_share(now) if meter is not None else None,
+        tokens_generated=ledger.tokens_generated,
+        tokens_wasted=dict(ledger.tokens_wasted),
         in_flight=ledger.in_flight,
         bytes_down=client.bytes_down + sum(by_kind.values()),
         bytes_up=client.bytes_up + relayed,
@@ -55,5 +63,6 @@ def describe(
         upstream=(current.node_id or current.kind)[:200] if current is not None else "",
         progress=puller.progress if puller is not None else None,
         errors=dict(ledger.errors),
+        start=start,
         interruption=interruption,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from app.rollout_agent.engines.base import Engine, Tainted
+from app.rollout_agent.engines.base import Engine, StreamEngine, Tainted
 from app.snapshots.store import Snapshot
 
 log = logging.getLogger(__name__)
@@ -30,5 +30,17 @@ def put_in_force(engine: Engine, model: Path, snapshot: Snapshot) -> Tainted | N
         log.error("version %d: %s; loading the engine again", snapshot.version, error.detail)
         engine.load(model)
         install()
+        return error
+    return None
+
+
+async def put_in_force_live(engine: StreamEngine, model: Path, snapshot: Snapshot) -> Tainted | None:
+    """The same for an engine that goes on sampling meanwhile: samples that run are not waited for."""
+    try:
+        await engine.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
+    except Tainted as error:
+        log.error("version %d: %s; loading the engine again", snapshot.version, error.detail)
+        await engine.load(model)
+        await engine.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
         return error
     return None

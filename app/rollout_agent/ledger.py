@@ -1,7 +1,8 @@
 """Which leased work is where, and how often things went wrong in a row.
 
 Invariant: every leased item is in exactly one place: in flight (not settled), settled (the control service took or
-refused it, or it is lost), or given up (handed back when the node leaves, if its lease still runs).
+refused it, or it is lost), or given up (handed back when the node leaves, if its lease still runs and nobody has taken
+it over). Token counts only grow.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from app.protocol.errors import EchoError
+from app.protocol.node import WasteReason
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ class WorkLedger:
         self._given_up: dict[str, float] = {}
         self._faults = 0
         self.errors: Counter[str] = Counter()
+        self.tokens_generated = 0
+        self.tokens_wasted: Counter[WasteReason] = Counter()
 
     @property
     def in_flight(self) -> int:
@@ -67,6 +71,20 @@ class WorkLedger:
             deadline = self._in_flight.pop(item, None)
             if deadline is not None:
                 self._given_up[item] = deadline
+
+    def passed_on(self, items: Iterable[str]) -> None:
+        """The control service has taken these given-up items over, for somebody else to finish."""
+        for item in items:
+            self._given_up.pop(item, None)
+
+    def sampled(self, tokens: int) -> None:
+        """So many tokens were sampled here."""
+        self.tokens_generated += tokens
+
+    def waste(self, reason: WasteReason, tokens: int) -> None:
+        """So many sampled tokens are of no use."""
+        if tokens:
+            self.tokens_wasted[reason] += tokens
 
     def accepted(self, late: int) -> None:
         """A file was accepted; `late` of its items came too late to count."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from app.protocol.errors import EchoError, Gone, Unauthorized
 from app.protocol.node import Directives
+from app.rollout_agent.room import Unfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Ending:
     code: int = 0
     reachable: bool = True
     destroy: bool = False
+    unfit: bool = False
+    """The machine can't do this job, whoever tries."""
 
 
 @dataclass(slots=True)
@@ -68,13 +71,15 @@ def ending_of(error: BaseException, part: str) -> Ending:
             f"the control service no longer knows this node: {error.detail}", code=1, reachable=False, destroy=True
         )
     detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, Unfit):
+        return Ending(detail[:500], code=1, unfit=True)
     return Ending(f"{part}: {detail}"[:500], code=1)
 
 
 def join_ending(error: EchoError) -> Ending:
     """The ending that a failed join means; says what to change."""
     if isinstance(error, Gone | Unauthorized):
-        reason = f"the join token was not accepted ({error.detail}); each token joins one node once: get a new one"
+        reason = f"this machine was not let in ({error.detail}); each token joins one node once: get a new one"
     else:
         reason = f"could not join: {error.detail}"
     return Ending(reason[:500], code=1, reachable=False)

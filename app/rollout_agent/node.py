@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +15,8 @@ import httpx
 
 from app.protocol.errors import EchoError
 from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, NodeState
+from app.protocol.startup import StartPhase, StartProgress
+from app.rollout_agent import selftest
 from app.rollout_agent.assets import fetch_assets
 from app.rollout_agent.batch import TextSide
 from app.rollout_agent.client import NodeClient
@@ -28,17 +29,18 @@ from app.rollout_agent.heartbeats import describe
 from app.rollout_agent.installing import put_in_force
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.measure import Rates
+from app.rollout_agent.startup import Startup
+from app.rollout_agent.task_side import open_task, score_threads
 from app.rollout_agent.worker import Worker
 from app.snapshots.puller import Puller
 from app.snapshots.rates import News
 from app.snapshots.relay import Relay
 from app.snapshots.sources import Source
 from app.snapshots.store import Snapshot, SnapshotStore
-from app.tasks.registry import load_task
 
 log = logging.getLogger(__name__)
 
-SCORE_THREADS = 4
 PULL_TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 
 
@@ -54,6 +56,8 @@ class Node:
         relay: RelayAddress,
         changed: Callable[[], None],
         clock: Callable[[], float],
+        startup: Startup | None = None,
+        check_room: Callable[[JoinAnswer], None] = lambda _: None,
     ) -> None:
         self._folder = settings.agent_dir
         self._joined = joined
@@ -62,8 +66,12 @@ class Node:
         self._relay_address = relay
         self._changed = changed
         self._clock = clock
+        self._startup = startup or Startup(clock)
+        self._check_room = check_room
+        self._probe: Rates | None = None
+        """What the self-test found."""
         self._engine_pool = ThreadPoolExecutor(1, "engine")
-        self._score_pool = ThreadPoolExecutor(min(SCORE_THREADS, os.cpu_count() or 1), "score")
+        self._score_pool = ThreadPoolExecutor(score_threads(joined.task), "score")
         self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT)
         self._ledger = WorkLedger(clock)
         self._faults = Faults(client, self._ledger)
@@ -131,7 +139,15 @@ class Node:
             relay=self._relay,
             news=self._news,
             interruption=interruption,
+            start=self._start(),
+            probe=self._probe,
         )
+
+    def _start(self) -> StartProgress:
+        coming = self._puller.progress if self._puller is not None else None
+        if coming is None or self._startup.phase is not StartPhase.WARMING:
+            return self._startup.told()
+        return self._startup.told(coming.bytes_have, coming.bytes_total)
 
     async def close(self) -> None:
         """Stop the relay and free the engine. Raises TimeoutError when one of them does not come to an end."""
@@ -140,11 +156,19 @@ class Node:
     async def _live(self) -> None:
         loop = asyncio.get_running_loop()
         model = self._folder / "model"
-        loading = asyncio.create_task(asyncio.to_thread(load_task, self._joined.task, self._joined.seed))
+        loading = asyncio.create_task(open_task(self._client, self._joined, self._folder / "task"))
         try:
-            await fetch_assets(self._client, self._joined.assets, model)
+            await asyncio.to_thread(self._check_room, self._joined)
+            self._startup.enter(StartPhase.FETCHING)
+            await fetch_assets(self._client, self._joined.assets, model, self._startup.bytes)
+            self._startup.enter(StartPhase.LOADING)
             await loop.run_in_executor(self._engine_pool, self._engine.load, model)
-            text = TextSide(await loading, self._engine.tokenizer)
+            text = TextSide(
+                await loading,
+                self._engine.tokenizer,
+                scores=self._joined.rewards != "learner",
+                at_once=score_threads(self._joined.task),
+            )
         finally:
             loading.cancel()
             # It may have failed as well: then that is not the news.
@@ -161,6 +185,7 @@ class Node:
         self._puller, self._worker = puller, worker
         if self._draining.is_set():
             return
+        self._startup.enter(StartPhase.WARMING)
         self._set_state(NodeState.WARMING)
         pulling = asyncio.create_task(self._pull(store, puller), name="puller")
         working = asyncio.create_task(worker.run(), name="worker")
@@ -252,6 +277,8 @@ class Node:
             return
         if mended is not None:
             await self._faults.not_installed(snapshot, mended)
+        if self._probe is None and not self._draining.is_set():
+            await self._self_test()
         self._version = snapshot.version
         log.info("installed version %d", snapshot.version)
         if self._worker is not None:
@@ -260,6 +287,16 @@ class Node:
             self._changed()
         else:
             self._set_state(NodeState.ACTIVE)
+
+    async def _self_test(self) -> None:
+        """Before the first work. Raises Unfit, Interrupted."""
+        self._startup.enter(StartPhase.TESTING)
+        sampling = self._joined.sampling
+        shape = selftest.shape_for(self._folder / "model", self._engine.tokenizer, sampling.max_tokens)
+        sample = selftest.sampler(self._engine, self._engine_pool, sampling)
+        self._probe = await selftest.examine(sample, shape, max_tokens=sampling.max_tokens, clock=self._clock)
+        log.info("self-test: %.4g tokens/s", self._probe.tokens_per_s)
+        self._startup.enter(StartPhase.ACTIVE)
 
     def _set_state(self, state: NodeState) -> None:
         self._state = state

@@ -1,7 +1,8 @@
 """The generation loop: lease, generate, pass on to delivery.
 
 Invariant: work is leased only after a version was installed and never while draining; one batch is delivered while the
-next one is generated, and at most two more wait.
+next one is generated, and at most two more wait. A batch that is cut short is handed on: whole groups to delivery, the
+others to whoever will finish them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from app.protocol.errors import EchoError
 from app.protocol.job import SamplingSpec
@@ -22,6 +24,7 @@ from app.rollout_agent.engines.base import Engine, Interrupted
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.measure import BatchSizer, Meter
+from app.rollout_agent.partials import Partials
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class Worker:
         text: TextSide,
         source: WorkSource,
         delivery: Delivery,
+        partials: Partials,
         ledger: WorkLedger,
         *,
         sampling: SamplingSpec,
@@ -54,6 +58,7 @@ class Worker:
         self._text = text
         self._source = source
         self._delivery = delivery
+        self._partials = partials
         self._ledger = ledger
         self._sampling = sampling
         self._engine_pool = engine_pool
@@ -69,11 +74,13 @@ class Worker:
         self._installed.set()
         self._source.wake()
 
-    def drain(self) -> None:
-        """Lease nothing more; `run` returns once what is generated has been delivered."""
+    def drain(self, within_s: float) -> None:
+        """Lease nothing more; a batch that is not ready in `within_s` seconds is cut short. `run` returns once what is
+        generated has been delivered or handed over. May be called again with less time."""
         self._draining.set()
         self._installed.set()
         self._source.wake()
+        asyncio.get_running_loop().call_later(within_s, self._engine.interrupt)
 
     async def run(self) -> None:
         """Work until drained. Raises WorkerFault, Gone, Unauthorized."""
@@ -111,11 +118,13 @@ class Worker:
 
     async def _deliver(self) -> None:
         while (sampled := await self._queue.get()) is not None:
-            await self._delivery.finish(sampled)
+            await asyncio.gather(self._delivery.finish(sampled), self._partials.hand_over(sampled.cut))
 
     async def _sample(self, batch: Batch) -> Sampled | None:
         """Generate in the engine's thread; None when that failed."""
         clock = self._clock
+        loop = asyncio.get_running_loop()
+        batch = await self._taken_up(batch)
 
         def timed() -> tuple[float, Outcome, float]:
             began = clock()
@@ -125,8 +134,9 @@ class Worker:
                 return began, error, clock()
 
         self.meter.begin(clock())
-        began, outcome, ended = await asyncio.get_running_loop().run_in_executor(self._engine_pool, timed)
+        began, outcome, ended = await loop.run_in_executor(self._engine_pool, timed)
         if isinstance(outcome, Sampled):
+            self._ledger.sampled(outcome.tokens)
             self.meter.end(began, ended, rollouts=outcome.rollouts, tokens=outcome.tokens)
             self._sizer.done(len(batch.items), ended - began)
             return outcome
@@ -135,6 +145,17 @@ class Worker:
         if not isinstance(outcome, Interrupted):
             await self._failed(outcome)
         return None
+
+    async def _taken_up(self, batch: Batch) -> Batch:
+        """The batch with what other nodes have begun of it."""
+        if all(item.partial is None for item in batch.items):
+            return batch
+        try:
+            _, prompt_ids = await asyncio.to_thread(self._text.encode, batch.items)
+        except EchoError:
+            # Sampling will meet it again, and tell of it.
+            return batch
+        return replace(batch, begun=await self._partials.begun(batch.items, prompt_ids))
 
     async def _failed(self, error: EchoError | RuntimeError) -> None:
         """Count and report an engine error."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import threading
-import zlib
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, Self
 
@@ -18,12 +17,12 @@ from pydantic import JsonValue
 from reasoning_gym.factory import DATASETS
 
 from app.protocol.errors import BadInput, FieldError
-from app.tasks.base import Prompt
+from app.tasks.base import Prompt, is_heldout
+
+__all__ = ["ReasoningGymTask", "is_heldout"]
 
 DEFAULT_SIZE = 20_000
 MAX_SIZE = 10_000_000
-HELDOUT_SHARE = 8
-"""One question in this many is held out."""
 
 
 class _Dataset(Protocol):
@@ -32,13 +31,10 @@ class _Dataset(Protocol):
     def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float: ...
 
 
-def is_heldout(question: str) -> bool:
-    """Whether a question is kept from training. Upper and lower case count as the same question."""
-    return zlib.crc32(question.lower().encode()) % HELDOUT_SHARE == 0
-
-
 class ReasoningGymTask:
     """Unique questions of one dataset, found lazily in the order of the dataset."""
+
+    deterministic = True
 
     def __init__(self, name: str, dataset: _Dataset, size: int) -> None:
         self.name = f"reasoning_gym/{name}"

@@ -1,42 +1,45 @@
-"""Tasks by name.
+"""Tasks by name, in this process or in a sandbox.
 
-Invariant: a TaskSpec either loads or is answered with a BadInput that names what is wrong and what is known.
+Invariant: a TaskSpec either loads or is answered with a BadInput that names what is wrong and what is known; code that
+is not ours is never imported into the process that asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from pydantic import JsonValue
-
-from app.protocol.errors import BadInput, FieldError
 from app.protocol.job import TaskSpec
 from app.tasks.base import Task
+from app.tasks.build import build
+from app.tasks.names import BUILTIN, is_plugin
+from app.tasks.sandbox import SandboxTask, open_sandboxed
 
-Factory = Callable[[Mapping[str, JsonValue], int], Task]
-
-
-def _reasoning_gym(params: Mapping[str, JsonValue], seed: int) -> Task:
-    # The package takes more than a second to import, which whoever only lists names should not pay.
-    from app.tasks.reasoning_gym import ReasoningGymTask
-
-    return ReasoningGymTask.from_params(params, seed)
+TASKS: tuple[str, ...] = BUILTIN
+"""Names that `load_task` knows by itself; plug-ins have more."""
 
 
-_FACTORIES: Mapping[str, Factory] = {"reasoning_gym": _reasoning_gym}
-TASKS: tuple[str, ...] = tuple(sorted(_FACTORIES))
-"""Names that `load_task` knows."""
+def is_sandboxed(spec: TaskSpec) -> bool:
+    """Whether the task runs in processes of its own: plug-ins, what may hang, and by `limits.builtin` all others.
+
+    Raises BadInput for an unknown name.
+    """
+    hangs = spec.name == "verifiers" or (spec.name == "jsonl" and spec.params.get("scorer") == "math")
+    return is_plugin(spec) or hangs or spec.limits.builtin
 
 
-def load_task(spec: TaskSpec, seed: int) -> Task:
-    """The task that a job names. Raises BadInput for an unknown name or a wrong parameter."""
-    factory = _FACTORIES.get(spec.name)
-    if factory is None:
-        detail = f"task {spec.name!r} is not known; known tasks: {', '.join(TASKS)}"
-        raise BadInput(detail, errors=[FieldError("/task/name", detail)])
-    return factory(spec.params, seed)
+def load_task(spec: TaskSpec, seed: int, folder: Path | None = None) -> Task:
+    """The task that a job names; `folder` holds the files of `spec.files`, if there are any.
+
+    Raises BadInput for an unknown name or a wrong parameter, TaskFailed for a plug-in that fails.
+    """
+    return open_sandboxed(spec, seed, folder) if is_sandboxed(spec) else build(spec, seed, folder)
 
 
-def check_task(spec: TaskSpec) -> None:
+def check_task(spec: TaskSpec, folder: Path | None = None) -> None:
     """Raises BadInput as `load_task` does, and for a task without a first prompt. Draws nothing beyond that one."""
-    load_task(spec, 0).train(0)
+    task = load_task(spec, 0, folder)
+    try:
+        task.train(0)
+    finally:
+        if isinstance(task, SandboxTask):
+            task.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from app.learner.config import LearnerSettings
 from app.learner.evaluate import Evaluator
@@ -18,6 +19,7 @@ from app.learner.prepare import agree, assemble, load_for
 from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import EchoError, LearnerError
 from app.protocol.job import JobSpec
+from app.tasks.files import fetch_files
 from app.tasks.registry import load_task
 
 log = logging.getLogger(__name__)
@@ -62,11 +64,22 @@ def _obey(command: Command, trainer: GRPOTrainer, evaluate: Callable[[], object]
             raise LearnerError(f"rank 0 announced {command.op}, which has no place here")
 
 
+def _files(settings: LearnerSettings, spec: JobSpec) -> Path | None:
+    """The task's files, where rank 0 has put them. Raises LearnerError if they are not on this machine."""
+    if not spec.task.files:
+        return None
+
+    def absent(key: str) -> bytes:
+        raise LearnerError(f"{key} is not in {settings.work_dir / 'task'}, where rank 0 has put it: is it its folder?")
+
+    return fetch_files(absent, settings.job_id, spec.task, settings.work_dir / "task")
+
+
 def _load(ranks: Group, settings: LearnerSettings, spec: JobSpec) -> tuple[GRPOTrainer, Evaluator]:
     """Model and task as rank 0 has them. All ranks learn whether one of them failed."""
     failure: EchoError | None = None
     try:
-        task = load_task(spec.task, spec.seed)
+        task = load_task(spec.task, spec.seed, _files(settings, spec))
         loaded = load_for(resolve(spec.model, settings.cache), spec, ranks)
     except EchoError as error:
         failure = error

@@ -21,10 +21,21 @@ STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I8": torch.int8}
 
 
 class Interrupted(Unavailable):
-    """`interrupt` was called while a batch was generated; the batch is lost."""
+    """`interrupt` was called before a batch had a single token."""
 
     code = "interrupted"
     title = "Interrupted"
+
+
+class EngineDied(Unavailable):
+    """The engine's process ended while it sampled; `tokens` of this completion went with it, as far as known."""
+
+    code = "engine_died"
+    title = "Engine died"
+
+    def __init__(self, detail: str, *, tokens: int = 0) -> None:
+        super().__init__(detail)
+        self.tokens = tokens
 
 
 class Tainted(IntegrityError):
@@ -36,12 +47,19 @@ class Tainted(IntegrityError):
 
 @dataclass(frozen=True, slots=True)
 class GenRequest:
-    """One prompt to be sampled `n` times. `seed` makes the group reproducible."""
+    """One prompt to be sampled `n` times. `seed` makes the group reproducible.
+
+    To go on with a sample that was cut short: `n` is 1, `first` its index in its group, `start` the number of tokens
+    that it has, which are the end of `prompt_ids`, and `sampling.max_tokens` what is left. The tokens drawn are then
+    those that would have come in one go.
+    """
 
     prompt_ids: Sequence[int]
     n: int
     seed: int
     sampling: SamplingSpec
+    first: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +99,9 @@ class Completion:
     logprobs: list[float]
     finish_reason: Literal["stop", "length", "abort"]
     spans: Sequence[Span] = ()
+    generated: Sequence[bool] | None = None
+    """Of each token, whether the policy wrote it; None: all of them. An engine never sets it: the environment of a
+    multi-turn task may have written some."""
 
 
 class Engine(Protocol):
@@ -116,12 +137,13 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
         """Sample; the answer holds the first request's `n` completions, then the second's, and so on.
 
-        Raises BadInput (unusable request), Unavailable (no version installed), Interrupted.
+        Cut short by `interrupt`, it returns what there is: unfinished completions as `abort`, perhaps without a token.
+        Raises BadInput (unusable request), Unavailable (no version installed), Interrupted (nothing was sampled).
         """
         ...
 
     def interrupt(self) -> None:
-        """Make a running or later `generate` raise Interrupted soon. May be called from any thread; final."""
+        """End a running `generate` soon, and every later one at once. May be called from any thread; final."""
         ...
 
     def close(self) -> None:
@@ -163,8 +185,8 @@ class StreamEngine(Protocol):
         ...
 
     async def sample(self, prompt_ids: Sequence[int], *, seed: int, max_tokens: int, temperature: float) -> Completion:
-        """One completion. Raises BadInput, Unavailable (no version, or the engine's process has died: then `version`
-        is None)."""
+        """One completion. Cancelling the call gives it up. Raises BadInput, Unavailable (no version, or, as EngineDied,
+        the engine's process has died: then `version` is None)."""
         ...
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float) -> list[float]:

@@ -59,13 +59,16 @@ class PacedEngine:
         self._inner.install(payload, manifest, version)
 
     def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
-        """As the inner engine, then wait until the pace allows the batch."""
+        """As the inner engine, then wait until the pace allows the batch; interrupted, it returns what the pace
+        allows."""
         began = self._clock()
         completions = self._inner.generate(requests)
         tokens = sum(len(c.token_ids) for c in completions)
         rest = remaining(tokens, self._rate, self._clock() - began)
         if rest > 0 and self._wait(rest):
-            raise Interrupted("generation was interrupted")
+            completions = cut(completions, self._rate * (self._clock() - began) / tokens)
+            if not any(c.token_ids for c in completions):
+                raise Interrupted("generation was interrupted before its first token")
         return completions
 
     def interrupt(self) -> None:
@@ -76,6 +79,14 @@ class PacedEngine:
     def close(self) -> None:
         """As the inner engine."""
         self._inner.close()
+
+
+def cut(completions: Sequence[Completion], share: float) -> list[Completion]:
+    """The beginnings of completions that came to this share of themselves, 0 to 1."""
+    kept = [(c, int(len(c.token_ids) * min(1.0, share))) for c in completions]
+    return [
+        c if n == len(c.token_ids) else Completion(c.token_ids[:n], c.logprobs[:n], "abort", c.spans) for c, n in kept
+    ]
 
 
 def remaining(tokens: int, tokens_per_s: float, elapsed_s: float) -> float:

@@ -5,11 +5,13 @@ Invariant: a name either gives an engine or a BadInput that lists the known name
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 from app.protocol.errors import BadInput
 from app.rollout_agent.config import AgentSettings
-from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.engines.base import Engine, StreamEngine
 
 
 def _transformers(device: str, threads: int | None) -> Engine:
@@ -36,6 +38,11 @@ def make_engine(settings: AgentSettings) -> Engine:
     from app.rollout_agent.engines.paced import PacedEngine
 
     return PacedEngine(engine, settings.sim_tokens_per_s)
+
+
+def is_stream(engine: Engine | StreamEngine) -> TypeGuard[StreamEngine]:
+    """Whether an engine samples single completions side by side, rather than batches."""
+    return inspect.iscoroutinefunction(engine.load)
 
 
 def choose_device(wanted: str) -> str:

@@ -155,7 +155,7 @@ class TransformersEngine:
         return _completions(tokens, logprobs, limits, self._eos.cpu().numpy())
 
     def interrupt(self) -> None:
-        """End a running `generate` at its next token."""
+        """End a running `generate` at its next token; it returns what there is."""
         self._interrupted.set()
 
     def close(self) -> None:
@@ -169,25 +169,27 @@ class TransformersEngine:
             raise BadInput("generate needs at least one request")
         vocabulary = self._model.config.get_text_config().vocab_size
         for request in requests:
-            if not request.prompt_ids or request.n < 1:
-                raise BadInput("a request needs a prompt of at least one token and n of at least 1")
+            if not request.prompt_ids or request.n < 1 or min(request.first, request.start) < 0:
+                raise BadInput("a request needs a prompt of at least one token, n of at least 1, first and start of 0")
             if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:
                 raise BadInput(f"a prompt has a token outside the model's vocabulary of {vocabulary}")
 
     def _sample(self, requests: Sequence[GenRequest]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens and log-probs [rows, longest limit], and each row's limit."""
+        """Tokens and log-probs [rows, steps taken], and each row's limit. Raises Interrupted before the first step."""
         cache = DynamicCache(config=self._model.config)
         logits, batch = self._prefill(requests, cache)
         rows, longest = len(batch.rows), int(batch.limits.max())
         limits = batch.limits.cpu().numpy()
         tokens = torch.zeros(rows, longest, dtype=torch.long, device=self._device)
         logprobs = torch.zeros(rows, longest, dtype=torch.float32, device=self._device)
+        steps = 0
         for step in range(longest):
             if self._interrupted.is_set():
-                raise Interrupted("generation was interrupted")
+                break
             drawn, their_logprobs = draw(logits, batch.temperatures, batch.uniforms[:, step])
             tokens[batch.rows, step] = drawn
             logprobs[batch.rows, step] = their_logprobs
+            steps = step + 1
             batch.done |= torch.isin(drawn, self._eos) | (batch.limits <= step + 1)
             alive = len(batch.rows) - int(batch.done.sum())
             if alive == 0:
@@ -198,7 +200,9 @@ class TransformersEngine:
                 cache.batch_select_indices(keep)
                 drawn = drawn[keep]
             logits = self._forward(drawn.unsqueeze(1), batch, cache)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy(), limits
+        if not steps:
+            raise Interrupted("generation was interrupted before its first token")
+        return tokens[:, :steps].cpu().numpy(), logprobs[:, :steps].cpu().numpy(), limits
 
     def _prefill(self, requests: Sequence[GenRequest], cache: Any) -> tuple[torch.Tensor, _Batch]:
         """Run every prompt once (left-padded) and spread logits and cache over the samples."""
@@ -248,11 +252,14 @@ class TransformersEngine:
 
 
 def uniforms(request: GenRequest, longest: int) -> torch.Tensor:
-    """The request's random numbers in [0, 1), [n, longest], filled up to its own limit; a function of its seed only."""
+    """The request's random numbers in [0, 1), [n, longest], filled up to its own limit; a function of its seed only,
+    and of where in its group it goes on."""
     generator = torch.Generator().manual_seed(request.seed % 2**63)
-    limit = request.sampling.max_tokens
+    limit, start = request.sampling.max_tokens, request.start
     numbers = torch.zeros(request.n, longest, dtype=torch.float64)
-    numbers[:, :limit] = torch.rand(request.n, limit, generator=generator, dtype=torch.float64)
+    # Numbers are drawn sample by sample, so those of earlier samples and tokens have to be drawn as well.
+    drawn = torch.rand(request.first + request.n, start + limit, generator=generator, dtype=torch.float64)
+    numbers[:, :limit] = drawn[request.first :, start:]
     return numbers
 
 
@@ -269,12 +276,16 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
 
 
 def _completions(tokens: np.ndarray, logprobs: np.ndarray, limits: np.ndarray, eos: np.ndarray) -> list[Completion]:
-    """Cut every row after its first end-of-sequence token, or at its limit."""
+    """Cut every row after its first end-of-sequence token, or at its limit; one that came to neither is unfinished."""
     ends = np.isin(tokens, eos) & (np.arange(tokens.shape[1]) < limits[:, None])
     stopped = np.asarray(ends.any(axis=1))
-    lengths = np.where(stopped, ends.argmax(axis=1) + 1, limits)
+    lengths = np.where(stopped, ends.argmax(axis=1) + 1, np.minimum(limits, tokens.shape[1]))
     return [
-        Completion(tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if stopped[i] else "length")
+        Completion(
+            tokens[i, :n].tolist(),
+            logprobs[i, :n].tolist(),
+            "stop" if stopped[i] else "length" if n == limits[i] else "abort",
+        )
         for i, n in enumerate(lengths.tolist())
     ]
 

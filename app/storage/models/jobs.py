@@ -72,6 +72,12 @@ class Job(Base):
     rollouts_accepted: Mapped[int] = mapped_column(default=0)
     rollouts_trained: Mapped[int] = mapped_column(default=0)
     rollouts_dropped: Mapped[int] = mapped_column(default=0)
+    tokens_wasted: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    """Tokens of no use by reason, those that the control service and no node counts."""
+    length_mean: Mapped[float | None]
+    """Tokens of a completion, smoothed over groups."""
+    failure_rate: Mapped[float | None]
+    """1 − the mean reward, held to 0…1, smoothed over groups."""
     capacity: Mapped[dict[str, Any]] = mapped_column(default=dict)
     nodes_peak: Mapped[int] = mapped_column(default=0)
     chain_depth_max: Mapped[int] = mapped_column(default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ForeignKey, Text
+from sqlalchemy import JSON, ForeignKey, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.storage.models.base import Base, BigId
@@ -104,6 +104,17 @@ class Lease(Base):
     """Give it back as soon as its fate is known."""
     retire_after: Mapped[list[Any]] = mapped_column(default=list)
     """Leases that take its place: it is given back once they work."""
+    phase: Mapped[str | None]
+    """How far its start has come, by the machine's own word (`app/fleet/phases.py`); None while it says nothing."""
+    phase_detail: Mapped[str] = mapped_column(Text, default="")
+    phase_since: Mapped[float | None]
+    phase_moved_at: Mapped[float | None]
+    phase_have: Mapped[int | None]
+    phase_total: Mapped[int | None]
+    gpu_ram_mb: Mapped[int] = mapped_column(default=0)
+    """Per GPU, as the offer said; 0: it did not."""
+    facts: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    """What the machine found in itself."""
     gpu_until: Mapped[float | None]
     disk_until: Mapped[float | None]
     gpu_carry: Mapped[int] = mapped_column(default=0)

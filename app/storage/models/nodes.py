@@ -34,6 +34,9 @@ class Node(Base):
     mu_measured: Mapped[float | None]
     tokens_per_s: Mapped[float | None]
     busy_share: Mapped[float | None]
+    tokens_generated: Mapped[int] = mapped_column(default=0, server_default="0")
+    tokens_wasted: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    """Tokens of no use by reason, as the node counts them."""
     rollouts_accepted: Mapped[int] = mapped_column(default=0)
     files_refused: Mapped[int] = mapped_column(default=0)
     bytes_down: Mapped[int] = mapped_column(default=0)
@@ -51,6 +54,19 @@ class Node(Base):
     errors: Mapped[dict[str, Any]] = mapped_column(default=dict)
     drain: Mapped[bool] = mapped_column(default=False)
     lies: Mapped[int] = mapped_column(default=0)
+    audits: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Groups of it that the learner computed again; `app/fleet/trust.py` says what is kept of them."""
+    audits_passed: Mapped[int] = mapped_column(default=0, server_default="0")
+    audit_failures: Mapped[int] = mapped_column(default=0, server_default="0")
+    audit_rms: Mapped[float | None]
+    audit_kl: Mapped[float | None]
+    audit_drift: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    audit_surprise: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    audit_variance: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    audit_spread: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    audit_jump: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    audit_excess: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    quarantined_at: Mapped[float | None]
 
 
 class SnapshotRow(Base):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from sqlalchemy import ForeignKey, Index, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
@@ -45,10 +46,26 @@ class WorkItem(Base):
     drop_reason: Mapped[str | None]
     drop_lag: Mapped[int | None]
     """t − x when it was dropped."""
+    group_size: Mapped[int | None]
+    """Completions of this group; None: the job's."""
+    partial_key: Mapped[str | None]
+    """The object with what another node had sampled of it; several items may share one."""
+    partial_size: Mapped[int | None]
+    partial_blake3: Mapped[str | None]
+    partial_version: Mapped[int | None]
+    """Oldest version of the tokens in it."""
+    partial_tokens: Mapped[int | None]
+    """Completion tokens of this item in it."""
+    partial_node: Mapped[str | None]
+    """The node that handed it back."""
+    written_by: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
+    """Nodes that sampled tokens of the group and handed it back before the one that finished it, the first one first.
+    It stays when the group is accepted."""
     __table_args__ = (
         Index("ix_work_items_job_status", "job_id", "status"),
         Index("ix_work_items_node", "node_id"),
         Index("ix_work_items_trajectory", "trajectory_seq"),
+        Index("ix_work_items_partial", "partial_key"),
         UniqueConstraint("job_id", "ordinal"),
     )
 

@@ -400,7 +400,7 @@ class Node_:
         headers = {"Authorization": f"Bearer {self.token}"}
         return await self.world.http.post(f"/v1/nodes/{self.id}/{call}", json=body, headers=headers)
 
-    async def beat(self, mu: float = MU) -> None:
+    async def beat(self, mu: float = MU, **fields: Any) -> None:
         """Its heart beats."""
         answer = await self.post(
             "heartbeat",
@@ -410,6 +410,7 @@ class Node_:
                 "rollouts_per_s": mu,
                 "bytes_down": self.down,
                 "bytes_up": self.up,
+                **fields,
             },
         )
         assert answer.status_code == 200, answer.text

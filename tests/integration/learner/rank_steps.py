@@ -24,6 +24,7 @@ from app.learner.parallel.ranks import Group as RankGroup
 from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import LearnerError
 from tests.unit.learner.samples import batch, group, job, random_model
+from tests.unit.learner.test_foreign_tokens import dialogues
 from tests.unit.learner.test_trainer import near_policy
 
 
@@ -41,7 +42,7 @@ class Case:
 def batches() -> list[list[Group]]:
     """The last one has a signal in a single row more than nothing: fewer rows than ranks is a case of its own."""
     silent = [group(f"s{i}", rewards=(1.0,) * 4) for i in range(3)]
-    return [near_policy(1), near_policy(2), [group("one", rewards=(0.0, 1.0)), *silent], batch(4), silent]
+    return [near_policy(1), near_policy(2), [group("one", rewards=(0.0, 1.0)), *silent], batch(4), silent, dialogues(5)]
 
 
 def trainer_for(case: Case, ranks: Ranks) -> GRPOTrainer:

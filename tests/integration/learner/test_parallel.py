@@ -20,6 +20,7 @@ CASES = {
     "packed": Case({"packing": True, "micro_batch_tokens": 60, "activation_checkpointing": True}),
     "adapter": Case({"lora": {"rank": 4, "alpha": 8}}),
     "bent": Case({"loss": "obrs", "micro_batch_tokens": 40, "gac": True, "gac_low": 0.001}),
+    "dialogue": Case({"loss": "m2po", "micro_batch_tokens": 40}, steps=[5, 5]),
     "one": Case(steps=[0]),
     "broken": Case(broken=True),
     "silent": Case(steps=[4]),

@@ -38,6 +38,7 @@ from app.protocol.node import (
     WorkItem,
     WorkRequest,
 )
+from app.protocol.startup import StartProgress
 from app.snapshots.manifest import new_key, public_hex
 from app.snapshots.relay import Relay
 from tests.unit.rollout_agent.tiny import JOB, make_model, new_store, publish, write_model_files
@@ -80,6 +81,10 @@ class Control:
     """Bytes per second that the node's relay may send."""
     calls: list[str] = field(default_factory=list)
     """Names of all calls with the right token, in order."""
+    progress: list[StartProgress] = field(default_factory=list)
+    """Told before the join."""
+    snapshot_bytes: int | None = None
+    """Announced at the join."""
     joins: list[JoinRequest] = field(default_factory=list)
     beats: list[Heartbeat] = field(default_factory=list)
     leaves: list[Leave] = field(default_factory=list)
@@ -133,6 +138,7 @@ class Control:
         node = "/v1/nodes/n1"
         return Starlette(
             routes=[
+                Route("/v1/nodes/progress", self._progress, methods=["POST"]),
                 Route("/v1/nodes/join", self._join, methods=["POST"]),
                 Route(f"{node}/heartbeat", self._heartbeat, methods=["POST"]),
                 Route(f"{node}/work", self._work, methods=["POST"]),
@@ -151,6 +157,11 @@ class Control:
         self.calls.append(call)
         if call in self.status_of:
             raise self.status_of[call]
+
+    async def _progress(self, request: Request) -> Response:
+        self._check(request, "progress", JOIN_TOKEN)
+        self.progress.append(StartProgress.model_validate_json(await request.body()))
+        return Response(status_code=204)
 
     async def _join(self, request: Request) -> Response:
         self._check(request, "join", JOIN_TOKEN)
@@ -184,6 +195,7 @@ class Control:
                 relay_token=RELAY_TOKEN,
                 uplink_bytes_per_s=self.uplink,
                 max_upload_bytes=1_000_000,
+                snapshot_bytes=self.snapshot_bytes,
                 directives=self.directives(),
             )
         )

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from app.learner.config import LearnerSettings, load_settings
 from app.learner.microbatch import Row, collate, completion_logprobs, share, split
+from app.learner.objects import open_objects
 from app.learner.packing import check_packing
 from app.learner.parallel.launch import launch
 from app.learner.parallel.messages import packed, unpacked
 from app.learner.parallel.ranks import ALONE, Group
-from app.learner.session import open_objects
 from app.learner.sink import relay_url
 from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import BadInput, LearnerError, Unavailable

@@ -1,0 +1,90 @@
+"""What a node that must stop had begun: taken over, so that another node goes on with it.
+
+Invariant: a beginning is taken only from the node that the group is leased to, and only while its oldest token is
+admissible; a group of which it is not taken waits to be sampled from scratch.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+
+from app.fleet import partials, uploads
+from app.fleet.commits import Commits
+from app.fleet.exams import is_exam
+from app.fleet.partials import Begun
+from app.protocol.errors import Conflict, Refused
+from app.protocol.job import JobSpec
+from app.protocol.node import CommitRequest, PartialAnswer, UploadRequest, UploadSlot
+from app.storage.models import ItemStatus, Job, Node, Trajectory, WorkItem
+
+
+class HandBack(Commits):
+    """Takes beginnings."""
+
+    async def upload(self, node_id: str, request: UploadRequest) -> UploadSlot:
+        """A place for one more file."""
+        return uploads.slot(self.core, await self._job_of(node_id), node_id, request.policy_version)
+
+    async def take_partials(self, node_id: str, request: CommitRequest) -> PartialAnswer:
+        """Validate a partial file that was put; its groups are pending again, with what it has of them.
+
+        Raises Refused with the reason, counted on the node; its groups are then pending without.
+        """
+        try:
+            taken = await self._take_over(node_id, request)
+        except Refused as refusal:
+            await self._count_refusal(node_id, request, refusal)
+            raise
+        self.core.announce(await self._job_of(node_id), "work")
+        return PartialAnswer(taken=taken)
+
+    async def _take_over(self, node_id: str, request: CommitRequest) -> list[str]:
+        groups = [name for name in request.work_items if not is_exam(name)]
+        async with self.core.db.read() as session:
+            node = await session.get_one(Node, node_id)
+            job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
+            query = select(WorkItem).where(WorkItem.id.in_(groups), WorkItem.job_id == job.id)
+            items = list(await session.scalars(query))
+            twin = (await session.scalars(select(Trajectory.seq).where(Trajectory.key == request.key))).first()
+        if twin is not None:
+            raise Conflict("a trajectory file was committed under this key")
+        uploads.check_key(request.key, job.id, node_id)
+        spec, expected = JobSpec.model_validate(job.spec), partials.expected(job, items, groups)
+        again = [i.id for i in items if i.partial_key == request.key and i.partial_blake3 == request.blake3]
+        if again and not any(i.node_id == node_id and i.status == ItemStatus.LEASED for i in items):
+            return again
+
+        def check(newest: int) -> tuple[dict[str, Begun], set[str]]:
+            table = partials.read(uploads.fetch(self.core, request), expected, newest, spec)
+            return partials.begun(table), partials.not_continued(self.core, items, table)
+
+        found, scratch = await self._patiently(job, check)
+        return await self._attach(node_id, request, found, scratch)
+
+    async def _attach(
+        self, node_id: str, request: CommitRequest, found: dict[str, Begun], scratch: set[str]
+    ) -> list[str]:
+        taken: list[str] = []
+        spare: list[str | None] = [request.key]
+        async with self.core.db.write() as session:
+            node = await session.get_one(Node, node_id)
+            job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
+            query = select(WorkItem).where(
+                WorkItem.id.in_(list(found)), WorkItem.node_id == node_id, WorkItem.status == ItemStatus.LEASED
+            )
+            for item in await session.scalars(query):
+                if job.step - found[item.id].version > job.staleness_budget:
+                    item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+                    continue
+                spare.append(partials.forget(item, unused=item.id in scratch))
+                partials.attach(item, request, node_id, found[item.id])
+                taken.append(item.id)
+            await self.exams.hand_back(session, node_id, request.work_items)
+            if taken:
+                tokens = sum(found[name].tokens for name in taken)
+                self.core.emit(
+                    session, job.id, "groups_handed_back",
+                    f"{len(taken)} groups with {tokens} tokens wait for a node that goes on with them", node=node_id,
+                )  # fmt: skip
+        await partials.release(self.core, spare)
+        return taken

@@ -1,0 +1,187 @@
+"""Work items made and handed out: the seeded order, group sizes, lengths and speeds as the database has them.
+
+Invariant: the prompts of a job come in the order that its seed decides; which of a small window of them a node gets,
+`app/fleet/dispatch.py` decides, never the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.fleet import admission, dispatch, group_sizes, partials, prompts, tokens
+from app.fleet.core import Core
+from app.fleet.group_sizes import Tried
+from app.fleet.sizes import size_of
+from app.protocol.job import BatchSpec
+from app.protocol.node import NodeState
+from app.storage.models import ItemStatus, Job, Node, PromptStats, WorkItem
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """Items leased to a node, in the order in which it should begin; objects that nobody needs any more; why there are
+    no items."""
+
+    items: list[WorkItem]
+    spare: list[str | None]
+    reason: str = ""
+
+
+async def take(
+    core: Core, session: AsyncSession, job: Job, node: Node, *, version: int, count: int, ahead: int
+) -> HandedOut:
+    """Lease up to `count` groups to a node. `ahead`: groups that are out or accepted and not trained on."""
+    waiting = await _waiting(core, session, job, count)
+    if not waiting:
+        return HandedOut([], [])
+    stats = await prompts.stats(session, job, [i.prompt_index for i in waiting])
+    candidates = [_candidate(job, item, stats) for item in waiting]
+    choice = dispatch.choose(
+        candidates,
+        count=count,
+        version=version,
+        speeds=await _speeds(session, job, node),
+        pace=await _pace(session, job),
+        held_tokens=await _held(session, job, node),
+        ahead=ahead,
+    )
+    by_ordinal = {item.ordinal: item for item in waiting}
+    spare = [_throw_away(core, job, by_ordinal[ordinal]) for ordinal in choice.dropped]
+    chosen = [by_ordinal[ordinal] for ordinal in choice.ordinals]
+    _make(session, job, waiting, chosen)
+    _lease(core, job, node, version, chosen)
+    return HandedOut(chosen, spare, choice.reason)
+
+
+async def _waiting(core: Core, session: AsyncSession, job: Job, count: int) -> list[WorkItem]:
+    """Begun groups, then the lowest waiting ordinals up to the window's end; those that were never made are new
+    objects outside the session."""
+    span = dispatch.window(count, int(job.spec["batch"]["prompts"]))
+    if span <= 0:
+        return []
+    pending = select(WorkItem).where(WorkItem.job_id == job.id, WorkItem.status == ItemStatus.PENDING)
+    query = pending.order_by(WorkItem.ordinal)
+    begun = list(await session.scalars(query.where(WorkItem.partial_key.is_not(None)).limit(span)))
+    fresh = list(await session.scalars(query.where(WorkItem.partial_key.is_(None)).limit(span)))
+    lowest = fresh[0].ordinal if fresh else job.next_ordinal
+    fresh = [item for item in fresh if item.ordinal < lowest + span]
+    if job.next_ordinal < lowest + span:
+        fresh += await _new(core, session, job, range(job.next_ordinal, lowest + span))
+    return begun + [item for item in fresh if item.ordinal < lowest + span]
+
+
+async def _new(core: Core, session: AsyncSession, job: Job, ordinals: range) -> list[WorkItem]:
+    """Work items for these ordinals. Where sizes vary, whole windows of a batch are made at once and kept."""
+    batch = BatchSpec.model_validate(job.spec["batch"])
+    if batch.group_policy == "uniform":
+        return [_item(job, ordinal, None) for ordinal in ordinals]
+    made: list[WorkItem] = []
+    while job.next_ordinal < ordinals.stop:
+        window = range(job.next_ordinal, job.next_ordinal + batch.prompts)
+        items = [_item(job, ordinal, None) for ordinal in window]
+        stats = await prompts.stats(session, job, [i.prompt_index for i in items])
+        least, most = batch.group_bounds
+        found = group_sizes.sizes(
+            batch.group_policy,
+            [_tried(stats.get(item.prompt_index)) for item in items],
+            group_size=batch.group_size,
+            least=least,
+            most=most,
+            failure_rate=job.failure_rate,
+        )
+        for item, size in zip(items, found, strict=True):
+            item.group_size = size
+        session.add_all(items)
+        job.next_ordinal = window.stop
+        made += items
+    return made
+
+
+def _tried(stats: PromptStats | None) -> Tried:
+    return Tried() if stats is None else Tried(stats.successes, stats.tries)
+
+
+def _item(job: Job, ordinal: int, size: int | None) -> WorkItem:
+    seed = int(job.spec["seed"])
+    prompt = admission.prompt_at(seed, ordinal, job.train_prompts or 1)
+    return WorkItem(
+        id=f"{job.id}-{ordinal}", job_id=job.id, ordinal=ordinal,
+        prompt_index=prompt, seed=admission.item_seed(seed, ordinal),
+        status=ItemStatus.PENDING, attempts=0, group_size=size, written_by=[],
+    )  # fmt: skip
+
+
+def _make(session: AsyncSession, job: Job, waiting: Sequence[WorkItem], chosen: Sequence[WorkItem]) -> None:
+    """Put new items up to the last one chosen on record: those that were passed over wait."""
+    last = max((item.ordinal for item in chosen), default=-1)
+    new = [item for item in waiting if job.next_ordinal <= item.ordinal <= last]
+    session.add_all(new)
+    job.next_ordinal = max(job.next_ordinal, last + 1)
+
+
+def _lease(core: Core, job: Job, node: Node, version: int, items: Sequence[WorkItem]) -> None:
+    batch = job.spec["batch"]
+    rate = node.mu_measured / batch["group_size"] if node.mu_measured else None
+    groups = sum(size_of(job, item) for item in items) / batch["group_size"]
+    seconds = admission.lease_deadline(
+        t_train=job.t_train, prompts=batch["prompts"], items=groups, node_rate_groups_s=rate
+    )
+    if batch.get("group_deadline_s") is not None and batch.get("on_late") == "reissue":
+        seconds = min(seconds, batch["group_deadline_s"])
+    for item in items:
+        item.status, item.node_id, item.leased_version = ItemStatus.LEASED, node.id, version
+        item.deadline_at = core.clock() + seconds
+        item.attempts += 1
+
+
+def _throw_away(core: Core, job: Job, item: WorkItem) -> str | None:
+    """A beginning that can't be admissible any more: its tokens are of no use."""
+    tokens.waste(core, job, "stale_partial", item.partial_tokens or 0)
+    return partials.forget(item, unused=True)
+
+
+def _length(job: Job, prompt: PromptStats | None) -> float | None:
+    mean, tries = (prompt.mean_length, prompt.tries) if prompt is not None else (None, 0)
+    return dispatch.predicted_length(mean, tries, job.length_mean)
+
+
+def _candidate(job: Job, item: WorkItem, stats: dict[int, PromptStats]) -> dispatch.Candidate:
+    length = _length(job, stats.get(item.prompt_index))
+    fresh = None if length is None else length * size_of(job, item)
+    if item.partial_key is None or fresh is None:
+        return dispatch.Candidate(item.ordinal, fresh, item.partial_version, fresh)
+    # A group that had begun and is not done yet has at least something left.
+    left = max(fresh - (item.partial_tokens or 0), fresh / size_of(job, item) / 2)
+    return dispatch.Candidate(item.ordinal, left, item.partial_version, fresh)
+
+
+async def _others(session: AsyncSession, job: Job) -> list[Node]:
+    query = select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE, Node.drain.is_(False))
+    return list(await session.scalars(query))
+
+
+async def _speeds(session: AsyncSession, job: Job, node: Node) -> dispatch.Speeds:
+    def speed(n: Node) -> float | None:
+        return dispatch.node_speed(tokens_per_s=n.tokens_per_s, rollouts_per_s=n.mu_measured, job_mean=job.length_mean)
+
+    others = [speed(n) for n in await _others(session, job) if n.id != node.id]
+    return dispatch.Speeds(speed(node), [s for s in others if s is not None])
+
+
+async def _pace(session: AsyncSession, job: Job) -> dispatch.Pace:
+    batch = job.spec["batch"]
+    pool = sum(n.mu_measured or 0.0 for n in await _others(session, job))
+    seconds = dispatch.step_seconds(t_train=job.t_train, rollouts=batch["prompts"] * batch["group_size"], mu_pool=pool)
+    return dispatch.Pace(job.step, job.staleness_budget, seconds)
+
+
+async def _held(session: AsyncSession, job: Job, node: Node) -> float:
+    """Tokens that the node has still to sample of what is leased to it, as predicted."""
+    query = select(WorkItem).where(WorkItem.node_id == node.id, WorkItem.status == ItemStatus.LEASED)
+    items = list(await session.scalars(query))
+    stats = await prompts.stats(session, job, [i.prompt_index for i in items])
+    return sum(_candidate(job, item, stats).tokens or 0.0 for item in items)

@@ -1,0 +1,1 @@
+"""What nodes say of their rollouts, computed again."""

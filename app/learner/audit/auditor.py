@@ -1,0 +1,220 @@
+"""Audits beside the training: a thread of low priority that computes groups again and tells what it finds.
+
+Invariant: a group that was held for its audit reaches the buffer only if no fault was found in it; of a node in
+quarantine nothing that is still here is trained on. What the control service withdraws is forgotten, so that another
+node's answer to the same work item is welcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.learner.audit.custody import Case, Custody
+from app.learner.audit.decide import judge, trains
+from app.learner.audit.look import Scorer, audit_of, look
+from app.learner.buffer import Group, ReplayBuffer
+from app.learner.outbox import Directives
+from app.protocol.audits import Audit, AuditAnswer, AuditReport
+from app.protocol.errors import EchoError
+from app.protocol.job import JobSpec
+from app.protocol.learner import TrajectoryRef
+
+log = logging.getLogger(__name__)
+AT_ONCE = 16
+"""Audits that are told together."""
+BEHIND = 256
+"""With so many under way, groups that are trained on anyway are not audited as well."""
+_NICE = 10
+
+
+class AuditsCall(Protocol):
+    """The part of the control service that is needed here."""
+
+    def audits(self, body: AuditReport) -> AuditAnswer: ...
+
+
+class RewardCheck(Protocol):
+    """Rewards computed again."""
+
+    def off(self, group: Group) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    case: Case
+    first: bool
+    """It is not in the buffer, and gets there only if nothing is found."""
+
+
+class Auditor:
+    """Between inbox and buffer. `receive` and `banish` may be called from any thread."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        scorer: Scorer,
+        rewards: RewardCheck,
+        control: AuditsCall,
+        buffer: ReplayBuffer,
+        directives: Directives,
+        *,
+        never: Callable[[int], bool] = lambda _: False,
+        draw: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`never`: whether a version was certainly never published. `draw` decides what is audited; by default by
+        numbers that nobody outside this process can know."""
+        self._trust = spec.trust
+        self._rewarded = spec.rewards != "learner"
+        self._chosen = spec.batch.prune is not None
+        self._scorer = scorer
+        self._rewards = rewards
+        self._control = control
+        self._buffer = buffer
+        self._directives = directives
+        self._never = never
+        self._clock = clock
+        self._custody = Custody(spec.trust, draw or random.Random(secrets.randbits(256)).random)
+        self._queue: deque[_Task] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._busy = False
+        self._thread = threading.Thread(target=self._run, name="auditor", daemon=True)
+        self._done: dict[str, int] = {}
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Begin to audit."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Audit nothing more; waits up to `timeout_s` for what runs."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way; whether that came true."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Audits by verdict and the seconds that they took, since this process began."""
+        with self._changed:
+            return {f"audits_{verdict}": float(n) for verdict, n in sorted(self._done.items())} | {
+                "audit_s": self._seconds,
+                "audits_waiting": float(len(self._queue) + self._custody.waiting),
+            }
+
+    def receive(self, group: Group, ref: TrajectoryRef) -> None:
+        """A group that came in: to the buffer, to be audited, or both."""
+        others = set(ref.written_by.get(group.work_item, ())) - {ref.node_id}
+        case = Case(group, ref.interruptible, bool(others))
+        with self._changed:
+            if self._custody.banished(group.node):
+                return
+            self._custody.known(group.node, ref.audits_passed)
+            self._place(case)
+
+    def banish(self, nodes: Iterable[str]) -> None:
+        """These are in quarantine: nothing of theirs that is here is trained on."""
+        with self._changed:
+            named = set(nodes)
+            gone = self._custody.banish(named)
+            gone += [t.case.group.work_item for t in self._queue if t.case.node in named]
+            self._queue = deque(t for t in self._queue if t.case.node not in named)
+        self._buffer.withdraw(gone, named)
+
+    def _place(self, case: Case) -> None:
+        """Where a group goes; under the lock."""
+        way = self._custody.receive(case)
+        if way in ("beside", "train") and self._buffer.add(case.group) and way == "beside":
+            if len(self._queue) < BEHIND:
+                self._queue.append(_Task(case, first=False))
+        elif way == "first":
+            self._queue.append(_Task(case, first=True))
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        _lower_priority()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._stopped, 60)
+                if self._stopped:
+                    return
+                tasks = [self._queue.popleft() for _ in range(min(AT_ONCE, len(self._queue)))]
+                self._busy = bool(tasks)
+            try:
+                if tasks:
+                    self._audit(tasks)
+            except EchoError as error:
+                if not self._stopped:
+                    self._directives.fail(error)
+                return
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _audit(self, tasks: list[_Task]) -> None:
+        """Compute some groups again, release those that are good, tell, and do what follows for the others."""
+        found: list[tuple[_Task, Audit]] = []
+        # One version after the other: each change copies a model.
+        for task in sorted(tasks, key=lambda t: (t.case.version, not t.first)):
+            if self._stopped or self._custody.banished(task.case.node):
+                continue
+            began = self._clock()
+            audit = self._look(task.case)
+            with self._changed:
+                self._done[audit.verdict] = self._done.get(audit.verdict, 0) + 1
+                self._seconds += self._clock() - began
+                if task.first and trains(audit.verdict, audit.fault):
+                    self._buffer.add(task.case.group)
+                self._again(task, audit)
+            found.append((task, audit))
+        if not found:
+            return
+        bad = [(t, a) for t, a in found if not trains(a.verdict, a.fault)]
+        # Nothing of a node that will be in quarantine is taken for a step while that is being decided.
+        aside = self._buffer.set_aside({a.node_id for _, a in bad if a.verdict == "failed"})
+        answer = self._control.audits(AuditReport(audits=[a for _, a in found]))
+        self._buffer.put_back(aside)
+        self.banish(answer.quarantined)
+        self._buffer.withdraw(answer.withdrawn, ())
+        banished = set(answer.quarantined)
+        for _, audit in bad:
+            log.warning("group %s of node %s: %s", audit.work_item, audit.node_id, audit.detail)
+            if audit.node_id not in banished:
+                self._buffer.discard(audit.work_item)
+
+    def _again(self, task: _Task, audit: Audit) -> None:
+        """Those that waited for this audit; under the lock."""
+        if not self._custody.banished(task.case.node):
+            for waiting in self._custody.settled(task.case, task.first, audit.verdict, audit.fault):
+                self._place(waiting)
+
+    def _look(self, case: Case) -> Audit:
+        found = look(
+            case.group, self._scorer, self._never,
+            reward_off=self._rewards.off(case.group) if self._rewarded else None,
+            foreign=case.foreign, chosen=self._chosen,
+        )  # fmt: skip
+        return audit_of(case.group, case.version, found, judge(found, self._trust.max_logprob_rms))
+
+
+def _lower_priority() -> None:
+    """Of this thread only, where the system has that."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,0 +1,114 @@
+"""Episodes of a multi-turn task: the policy writes, the environment answers, until the task says that it is over.
+
+Invariant: an episode is one completion in which `generated` marks what the policy wrote; what the environment wrote has
+the log-prob 0 and counts toward `max_tokens`; an episode never ends with it, so that each one that is cut (`abort`)
+goes on by sampling, here or elsewhere. A task with one turn comes through unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.protocol.job import SamplingSpec
+from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted
+from app.rollout_agent.joining import join
+from app.tasks.base import MultiTurnTask, Prompt, Task
+from app.tasks.prompts import encode_reply
+from app.tasks.scoring import turns_of
+
+Sampler = Callable[[Sequence[int], int, int], Awaitable[Completion]]
+"""Token ids to continue, how many of them are the completion's, how many may come → a piece with its spans."""
+Answer = Callable[[Completion], Completion]
+"""`answered` of one episode. It may block: a task's own code runs in it."""
+
+
+def answered(task: Task, tokenizer: Any, prompt: Prompt, episode: Completion, max_tokens: int) -> Completion:
+    """The episode after the environment has had its say: with its words at the end and `abort`, since the policy goes
+    on; with `length` if they and one more token don't fit; unchanged if it is over or was cut itself.
+
+    Raises BadInput for a reply without tokens, and whatever the task raises.
+    """
+    if episode.finish_reason != "stop" or not isinstance(task, MultiTurnTask):
+        return episode
+    reply = task.respond(prompt, turns_of(tokenizer, episode.token_ids, episode.generated))
+    if reply is None:
+        return episode
+    ids = encode_reply(tokenizer, reply.text, episode.token_ids[-1])
+    marks = [True] * len(episode.token_ids) if episode.generated is None else list(episode.generated)
+    if len(marks) + len(ids) >= max_tokens:
+        return dataclasses.replace(episode, finish_reason="length")
+    return Completion(
+        token_ids=[*episode.token_ids, *ids],
+        logprobs=[*episode.logprobs, *([0.0] * len(ids))],
+        finish_reason="abort",
+        spans=episode.spans,
+        generated=[*marks, *([False] * len(ids))],
+    )
+
+
+async def play(
+    sample: Sampler, answer: Answer, prompt_ids: Sequence[int], max_tokens: int, begun: Completion | None = None
+) -> Completion:
+    """One episode to its end, or until the sampler cuts it: then it comes back as `abort`. `begun`: one that was cut.
+
+    Raises what `sample` and `answer` raise.
+    """
+    episode = begun
+    while True:
+        start = 0 if episode is None else len(episode.token_ids)
+        so_far = [] if episode is None else episode.token_ids
+        piece = await sample([*prompt_ids, *so_far], start, max_tokens - start)
+        episode = join(episode, piece)
+        if piece.finish_reason != "stop":
+            return episode
+        episode = await asyncio.to_thread(answer, episode)
+        if episode.finish_reason != "abort":
+            return episode
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One sample of a group in a batch: what is needed to go on with it. `index`: its number in its group."""
+
+    prompt_ids: Sequence[int]
+    seed: int
+    index: int
+    sampling: SamplingSpec
+    answer: Answer
+    episode: Completion
+    """As the engine gave it, not answered yet."""
+
+
+def play_rounds(
+    generate: Callable[[Sequence[GenRequest]], Sequence[Completion]], seats: Sequence[Seat]
+) -> list[Completion]:
+    """All episodes to their ends, in rounds of one batch each over those that go on; cut ones stay cut.
+
+    `generate` gives each completion its spans. Raises what it and the answers raise; after `Interrupted` they are cut.
+    """
+    episodes = [seat.episode for seat in seats]
+    running = [i for i, episode in enumerate(episodes) if episode.finish_reason == "stop"]
+    while running:
+        for i in running:
+            episodes[i] = seats[i].answer(episodes[i])
+        running = [i for i in running if episodes[i].finish_reason == "abort"]
+        if not running:
+            break
+        try:
+            pieces = generate([_request(seats[i], episodes[i]) for i in running])
+        except Interrupted:
+            break
+        for i, piece in zip(running, pieces, strict=True):
+            episodes[i] = join(episodes[i], piece)
+        running = [i for i in running if episodes[i].finish_reason == "stop"]
+    return episodes
+
+
+def _request(seat: Seat, episode: Completion) -> GenRequest:
+    done = len(episode.token_ids)
+    left = seat.sampling.model_copy(update={"max_tokens": seat.sampling.max_tokens - done})
+    return GenRequest([*seat.prompt_ids, *episode.token_ids], 1, seat.seed, left, first=seat.index, start=done)

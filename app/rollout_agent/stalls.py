@@ -1,0 +1,104 @@
+"""Notices when generation hangs: something runs, and nothing comes out.
+
+Invariant: a machine that is merely slow is left alone: the bound follows what is usual for it. One that hangs is put
+right once, and gives itself back when it hangs again within the hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+from app.protocol.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+LEAST_S = 60.0
+TIMES_USUAL = 10.0
+LOOK_S = 5.0
+HOUR_S = 3600.0
+TOLERATED = 2
+"""So many in an hour, and the node leaves."""
+PROBE_S = 30.0
+"""An engine that has nothing wrong gives one token in that time, however full it is."""
+
+
+class Hung(Unavailable):
+    """Generation hangs, and nothing that this process may do puts it right."""
+
+    code = "hung"
+    title = "Hung"
+
+
+def hangs(stalled_s: float, usual_s: float | None) -> bool:
+    """Whether `stalled_s` seconds without a result, while something runs, are too many. `usual_s`: from one result to
+    the next, or of a batch, on this machine; None while that is not known."""
+    return stalled_s > max(LEAST_S, TIMES_USUAL * (usual_s or 0.0))
+
+
+def judge(now: float, before: Sequence[float], *, healthy: bool | None) -> Literal["wait", "restart", "leave"]:
+    """What to do about a stall at `now`. `before`: when others were; `healthy`: whether the engine gives a token when
+    asked for one, None where it can't be asked or started anew."""
+    if healthy:
+        # It lives: whoever waits for it is at fault, or it is slower than it was.
+        return "wait"
+    recent = sum(1 for at in before if now - at < HOUR_S)
+    return "leave" if healthy is None or recent + 1 >= TOLERATED else "restart"
+
+
+class StallWatch:
+    """Looks every few seconds until cancelled.
+
+    `stalled_s`: seconds since the last result while something runs, 0 while nothing does. `usual_s`: see `hangs`.
+    `healthy` probes the engine, None if it can't be probed; `restart` loads it and puts the version in force again;
+    `report` tells of the stall.
+    """
+
+    def __init__(
+        self,
+        *,
+        stalled_s: Callable[[], float],
+        usual_s: Callable[[], float | None],
+        healthy: Callable[[float], Awaitable[bool]] | None,
+        restart: Callable[[], Awaitable[None]] | None,
+        report: Callable[[str], Awaitable[None]],
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._stalled_s = stalled_s
+        self._usual_s = usual_s
+        self._healthy = healthy
+        self._restart = restart
+        self._report = report
+        self._clock = clock
+        self._sleep = sleep
+        self._stalls: list[float] = []
+
+    async def run(self) -> None:
+        """Watch. Raises Hung, or what `restart` raises."""
+        while True:
+            await self._sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Once. Raises Hung."""
+        stalled = self._stalled_s()
+        if not hangs(stalled, self._usual_s()):
+            return
+        healthy = None
+        if self._healthy is not None and self._restart is not None:
+            healthy = await self._healthy(PROBE_S)
+        now = self._clock()
+        verdict = judge(now, self._stalls, healthy=healthy)
+        if verdict == "wait":
+            log.warning("nothing was generated for %.0f s, but the engine answers", stalled)
+            return
+        self._stalls.append(now)
+        words = f"nothing was generated for {stalled:.0f} s while something runs"
+        log.error("%s", words)
+        await self._report(words)
+        if verdict == "leave" or self._restart is None:
+            raise Hung(f"{words}; the engine hangs")
+        await self._restart()

@@ -1,0 +1,302 @@
+"""Continuous work for an engine that takes samples one by one: lease, sample, hand in, without batches.
+
+Invariant: the samples in flight follow a target that the engine's own figures set; a group is scored and on its way as
+soon as its last sample is finished, and waits for nobody. After `drain` nothing is leased, and every group is handed in
+whole, handed over unfinished, or given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from app.protocol.errors import EchoError, Gone, Unauthorized
+from app.protocol.job import SamplingSpec
+from app.protocol.node import Report
+from app.rollout_agent.batch import Batch, TextSide, sampling_of
+from app.rollout_agent.client import NodeClient
+from app.rollout_agent.concurrency import MAX_SAMPLES, Bounds, first_target, next_target
+from app.rollout_agent.delivery import HOPELESS_AFTER_S, Delivery, Scored, report_softly
+from app.rollout_agent.engines.base import StreamEngine
+from app.rollout_agent.flow import FlowMeter
+from app.rollout_agent.leasing import WorkSource
+from app.rollout_agent.ledger import WorkerFault, WorkLedger
+from app.rollout_agent.opened import Open, Verdict, judge, shareable
+from app.rollout_agent.partials import Partials
+from app.rollout_agent.sampling import Ask, Sampler
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""So often the engine's figures are read."""
+CUT_S = 1.0
+"""So long after `abort` its samples may take to come back."""
+MAX_READY = 256
+"""With so many groups waiting to be handed in, nothing more is leased."""
+MAX_LEASE = 1024
+EAGER = 8
+"""Work is asked for when this part of the target is free: fewer requests, and the backlog fills the gap."""
+UNSCORED = 8
+"""So many groups in a row without a reward are a fault."""
+
+
+class StreamWorker:
+    """Runs until `drain`, a fault (WorkerFault), or until the control service says that the node is over.
+
+    `oldest_admissible`: see Directives. `group_size` is that of the job.
+    """
+
+    def __init__(
+        self,
+        client: NodeClient,
+        engine: StreamEngine,
+        text: TextSide,
+        source: WorkSource,
+        delivery: Delivery,
+        partials: Partials,
+        sampler: Sampler,
+        ledger: WorkLedger,
+        *,
+        sampling: SamplingSpec,
+        group_size: int,
+        text_pool: Executor,
+        oldest_admissible: Callable[[], int | None],
+        clock: Callable[[], float] = time.monotonic,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._client = client
+        self._engine = engine
+        self._text = text
+        self._source = source
+        self._delivery = delivery
+        self._partials = partials
+        self._sampler = sampler
+        self._ledger = ledger
+        self._sampling = sampling
+        self._group_size = group_size
+        self._text_pool = text_pool
+        self._oldest_admissible = oldest_admissible
+        self._clock = clock
+        self._look_s = look_s
+        self._bounds = Bounds(group_size, max(MAX_SAMPLES, group_size), group_size)
+        self._target = first_target(self._bounds)
+        self._open: dict[str, Open] = {}
+        self._ready: list[Scored] = []
+        self._closed = False
+        self._unscored = 0
+        self._drain_by = 0.0
+        self._installed, self._draining = asyncio.Event(), asyncio.Event()
+        self._freed, self._news, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self.meter = FlowMeter()
+
+    @property
+    def target(self) -> int:
+        """Samples that should be in flight."""
+        return self._target.samples
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that are leased and not finished."""
+        return sum(opened.pending for opened in self._open.values())
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since anything last came out of the engine while something is being sampled; else 0."""
+        return self._sampler.stalled_s
+
+    def installed(self) -> None:
+        """A version is installed: work may be leased under it."""
+        self._installed.set()
+        self._source.wake()
+
+    def drain(self, within_s: float) -> None:
+        """Lease nothing more; what is not finished in `within_s` seconds is cut and handed over. `run` returns once
+        all is delivered. May be called again with less time."""
+        by = asyncio.get_running_loop().time() + within_s
+        self._drain_by = min(self._drain_by, by) if self._draining.is_set() else by
+        for event in (self._draining, self._installed, self._freed, self._hurry):
+            event.set()
+        self._source.wake()
+
+    async def run(self) -> None:
+        """Work until drained. Raises WorkerFault, Gone, Unauthorized."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                feeding = [tasks.create_task(self._feed()), tasks.create_task(self._look_for_ever())]
+                tasks.create_task(self._deliver())
+                await self._draining.wait()
+                for task in feeding:
+                    task.cancel()
+                await self._wind_down()
+                self._closed = True
+                self._news.set()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            await self._source.close()
+
+    async def _feed(self) -> None:
+        await self._installed.wait()
+        while not self._draining.is_set():
+            self._freed.clear()
+            room = self._room()
+            if not room:
+                await self._freed.wait()
+                continue
+            batch = await self._source.next(room)
+            if batch is not None:
+                self._start(batch)
+
+    def _room(self) -> int:
+        """Groups to ask for; 0: it is not worth a request yet."""
+        groups = (self._target.samples - self.in_flight) // self._group_size
+        worth = max(1, self._target.samples // EAGER // self._group_size)
+        return 0 if groups < worth or len(self._ready) >= MAX_READY else min(groups, MAX_LEASE)
+
+    def _start(self, batch: Batch) -> None:
+        if self._tasks is None or self._draining.is_set():
+            self._ledger.give_up(batch.deadlines)
+            return
+        for item in batch.items:
+            opened = Open(item, batch.deadlines[item.id], self._clock(), self._engine.version)
+            self._open[item.id] = opened
+            opened.task = self._tasks.create_task(self._work_on(opened))
+
+    async def _work_on(self, opened: Open) -> None:
+        """One group from its lease to the queue of what is to be handed in."""
+        try:
+            await self._prepare(opened)
+            await self._sample(opened)
+            group = opened.group(self._engine.quantisation)
+            if not group.whole:
+                return
+            scored = await self._delivery.score([group])
+        except (WorkerFault, Gone, Unauthorized):
+            raise
+        except (EchoError, RuntimeError) as error:
+            await self._failed(opened, error)
+            return
+        finally:
+            self._freed.set()
+        self._open.pop(opened.item.id, None)
+        self._ready += scored
+        self._news.set()
+        self._unscored = 0 if scored else self._unscored + 1
+        if self._unscored >= UNSCORED:
+            self._unscored = 0
+            self._ledger.fault("unscored_batch", f"{UNSCORED} groups in a row could not be scored")
+
+    async def _prepare(self, opened: Open) -> None:
+        loop = asyncio.get_running_loop()
+        [prompt], [ids] = await loop.run_in_executor(self._text_pool, self._text.encode, [opened.item])
+        opened.prompt, opened.prompt_ids = prompt, ids
+        begun = await self._partials.taken_up(opened.item, ids)
+        if begun:
+            opened.take_up(begun)
+
+    async def _sample(self, opened: Open) -> None:
+        """All samples that are missing, side by side; the first error ends the others."""
+        sampling = sampling_of(opened.item, self._sampling)
+        answer = self._text.answer(opened.told, sampling.max_tokens)
+        try:
+            async with asyncio.TaskGroup() as samples:
+                for index in opened.missing:
+                    begun = opened.samples[index]
+                    keep = opened.keeper(index)
+                    ask = Ask(opened.item, opened.prompt_ids, index, sampling, answer, keep, begun)
+                    samples.create_task(self._one(ask))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    async def _one(self, ask: Ask) -> None:
+        self._level()
+        try:
+            sample = await self._sampler.one_sample(ask)
+        finally:
+            self._freed.set()
+        before = 0 if ask.begun is None else len(ask.begun.token_ids)
+        self.meter.finished(self._clock(), len(sample.token_ids) - before)
+        self._level()
+
+    def _level(self) -> None:
+        self.meter.level(self._clock(), self.in_flight, self._target.samples)
+
+    async def _failed(self, opened: Open, error: EchoError | RuntimeError) -> None:
+        """A group that can't be sampled: reported, counted, given up."""
+        self._drop(opened, "engine_died")
+        detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
+        await report_softly(self._client, Report(kind="engine_error", subject="generate", detail=detail[:1000]))
+        self._ledger.fault("engine_error", detail)
+
+    def _drop(self, opened: Open, reason: Verdict) -> None:
+        self._open.pop(opened.item.id, None)
+        self._ledger.waste(reason, opened.tokens)
+        self._ledger.give_up([opened.item.id])
+        self._freed.set()
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Follow the engine's figures, and let go of groups that nobody wants any more."""
+        for opened in list(self._open.values()):
+            verdict = judge(opened, self._clock(), self._oldest_admissible(), HOPELESS_AFTER_S)
+            if verdict is not None and opened.task is not None:
+                log.info("work item %s is %s and is given up", opened.item.id, verdict)
+                opened.task.cancel()
+                self._drop(opened, verdict)
+        try:
+            load = await self._engine.load_figures()
+        except EchoError as error:
+            log.debug("no figures from the engine: %s", error.detail)
+            return
+        self._target = next_target(self._target, self.in_flight, load, self._bounds)
+        self._freed.set()
+
+    async def _deliver(self) -> None:
+        while self._ready or not self._closed:
+            if not self._ready:
+                self._news.clear()
+                await self._news.wait()
+                continue
+            together = shareable(self._ready, self._delivery.items_that_fit(), self._clock())
+            self._ready = [scored for scored in self._ready if scored not in together]
+            await self._delivery.hand_in(together)
+            self._freed.set()
+
+    async def _wind_down(self) -> None:
+        """Finish what ends in time, cut the rest, and hand over what there is of it."""
+        loop = asyncio.get_running_loop()
+        await self._source.close()
+        while (working := self._working()) and (left := self._drain_by - loop.time()) > 0:
+            self._hurry.clear()
+            hurry = asyncio.create_task(self._hurry.wait())
+            await asyncio.wait({*working, hurry}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+        self._sampler.stop()
+        if working:
+            await self._cut(working)
+        await self._partials.hand_over([opened.group(self._engine.quantisation) for opened in self._open.values()])
+        self._open.clear()
+
+    def _working(self) -> set[asyncio.Task[None]]:
+        return {opened.task for opened in self._open.values() if opened.task is not None and not opened.task.done()}
+
+    async def _cut(self, working: set[asyncio.Task[None]]) -> None:
+        try:
+            async with asyncio.timeout(CUT_S):
+                await self._engine.abort()
+        except (EchoError, TimeoutError) as error:
+            log.warning("the engine does not cut its samples: %s", getattr(error, "detail", "timeout"))
+        _, rest = await asyncio.wait(working, timeout=CUT_S)
+        for task in rest:
+            task.cancel()
+        if rest:
+            await asyncio.wait(rest, timeout=CUT_S)

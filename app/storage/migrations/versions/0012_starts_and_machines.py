@@ -1,0 +1,30 @@
+"""how far a machine's start has come, and what it has"""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0012"
+down_revision = "0011"
+branch_labels = None
+depends_on = None
+
+COLUMNS = (
+    sa.Column("phase", sa.String(), nullable=True),
+    sa.Column("phase_detail", sa.Text(), nullable=False, server_default=""),
+    sa.Column("phase_since", sa.Double(), nullable=True),
+    sa.Column("phase_moved_at", sa.Double(), nullable=True),
+    sa.Column("phase_have", sa.BigInteger(), nullable=True),
+    sa.Column("phase_total", sa.BigInteger(), nullable=True),
+    sa.Column("gpu_ram_mb", sa.BigInteger(), nullable=False, server_default="0"),
+    sa.Column("facts", sa.JSON(), nullable=True),
+)
+
+
+def upgrade() -> None:
+    for column in COLUMNS:
+        op.add_column("leases", column.copy())
+
+
+def downgrade() -> None:
+    for column in reversed(COLUMNS):
+        op.drop_column("leases", column.name)

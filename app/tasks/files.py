@@ -1,0 +1,147 @@
+"""The files of a task: taken once, when the job is created, and never looked up by name again.
+
+Invariant: what learner and nodes load is, byte for byte, what was checked when the job was created; a file comes from
+the service's own folder or object store, never from a node, and no path leads out of that folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+from blake3 import blake3
+
+from app.protocol.errors import BadInput, FieldError, IntegrityError, NotFound, TaskFailed
+from app.protocol.job import TaskFile, TaskSpec
+from app.tasks.names import file_name, wrong_name, wrong_params
+from app.tasks.registry import check_task
+
+Role = Literal["source", "train", "heldout"]
+MAX_SOURCE_BYTES = 1 << 20
+MAX_ROWS_BYTES = 2 << 30
+STORE = "store:"
+STORE_PREFIX = "tasks/"
+
+
+class FileStore(Protocol):
+    """What is needed of an object store (`app.storage.objects`)."""
+
+    def put_file(self, key: str, path: Path) -> None:
+        """Store a file."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """All bytes of an object. Raises NotFound."""
+        ...
+
+
+class TaskIntake:
+    """Checks the task of a new job and puts its files beside the job's other objects."""
+
+    def __init__(self, task_dir: Path | None, objects: FileStore) -> None:
+        self._task_dir = task_dir
+        self._objects = objects
+
+    def __call__(self, spec: TaskSpec, job_id: str) -> TaskSpec:
+        """The spec with its `files`. Raises BadInput for a task that can't be loaded."""
+        if spec.files:
+            detail = "files is filled in by the service; leave it out"
+            raise BadInput(detail, errors=[FieldError("/task/files", detail)])
+        with tempfile.TemporaryDirectory(prefix="echo2-task-files-") as scratch:
+            folder = Path(scratch)
+            files = [self._take(role, source, folder) for role, source in sources(spec).items()]
+            whole = spec.model_copy(update={"files": files})
+            try:
+                check_task(whole, folder)
+            except TaskFailed as error:
+                raise wrong_name(f"{spec.name} can't be used: {error.detail}") from error
+            for file in files:
+                self._objects.put_file(file.key(job_id), folder / file.name)
+        return whole
+
+    def _take(self, role: Role, source: str, folder: Path) -> TaskFile:
+        """A copy of the file that `source` names, and what is to be known of it."""
+        wanted = TaskFile(role=role, size=0, blake3="0" * 64)
+        path = folder / wanted.name
+        if source.startswith(STORE):
+            self._from_store(role, source.removeprefix(STORE), path)
+        else:
+            shutil.copyfile(self._found(role, source), path)
+        size, bound = path.stat().st_size, MAX_SOURCE_BYTES if role == "source" else MAX_ROWS_BYTES
+        if not 0 < size <= bound:
+            raise _wrong(role, f"{source} has {size} bytes; 1 to {bound} are taken")
+        return TaskFile(role=role, size=size, blake3=digest(path))
+
+    def _from_store(self, role: Role, key: str, path: Path) -> None:
+        if not key.startswith(STORE_PREFIX):
+            raise _wrong(role, f"the key {key[:200]!r} must begin with {STORE_PREFIX}")
+        try:
+            path.write_bytes(self._objects.get(key))
+        except NotFound as error:
+            raise _wrong(role, f"the object store has no {key[:200]!r}") from error
+
+    def _found(self, role: Role, source: str) -> Path:
+        if self._task_dir is None:
+            raise _wrong(role, f"{source} is a file, but this service has no folder for tasks: set ECHO2_TASK_DIR")
+        if "\0" in source:
+            raise _wrong(role, "a path can't hold a zero byte")
+        top = self._task_dir.resolve()
+        path = (top / source).resolve()
+        if not path.is_relative_to(top):
+            raise _wrong(role, f"{source[:200]!r} leads out of ECHO2_TASK_DIR")
+        if not path.is_file():
+            raise _wrong(role, f"there is no file {source[:200]!r} in ECHO2_TASK_DIR")
+        return path
+
+
+def sources(spec: TaskSpec) -> Mapping[Role, str]:
+    """Where the files that a task needs come from, by role. Raises BadInput."""
+    named = file_name(spec.name)
+    if named is not None:
+        return {"source": str(named.path)}
+    if spec.name != "jsonl":
+        return {}
+    from app.tasks.jsonl import checked
+
+    checked(spec.params)
+    found: dict[Role, str] = {"train": str(spec.params["train"])}
+    if spec.params.get("heldout") is not None:
+        found["heldout"] = str(spec.params["heldout"])
+    return found
+
+
+def fetch_files(get: Callable[[str], bytes], job_id: str, spec: TaskSpec, folder: Path) -> Path | None:
+    """The task's files in `folder`, from the object store where they aren't there yet; None for a task without any.
+
+    Raises IntegrityError for a file that is not what the job was created with, and what `get` raises.
+    """
+    if not spec.files:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in spec.files:
+        path = folder / file.name
+        if path.is_file() and digest(path) == file.blake3:
+            continue
+        data = get(file.key(job_id))
+        if blake3(data).hexdigest() != file.blake3:
+            raise IntegrityError(f"the task's file {file.name} is not the one that the job was created with")
+        part = path.with_name(f".{path.name}.part")
+        part.write_bytes(data)
+        part.replace(path)
+    return folder
+
+
+def digest(path: Path) -> str:
+    """BLAKE3 of a file, hex."""
+    with path.open("rb") as file:
+        hasher = blake3()
+        while block := file.read(1 << 20):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _wrong(role: Role, detail: str) -> BadInput:
+    return wrong_name(detail) if role == "source" else wrong_params(f"/{role}", detail)

@@ -1,0 +1,153 @@
+"""One process of a sandboxed task, seen from outside.
+
+Invariant: a process that did not answer in time, or answered what it should not have, is dead when the error is
+raised; no call waits longer than its timeout. It inherits no descriptor but its two pipes and no variable of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.protocol.errors import BadInput, FieldError, TaskFailed
+
+MAX_ANSWER_BYTES = 16 << 20
+ENVIRONMENT_KEPT = ("LANG", "LC_ALL", "TZ")
+END_S = 5.0
+_TOP = str(Path(__file__).parents[2])
+_PROGRAM = "import sys; sys.path.insert(0, {top!r}); from app.tasks.child import main; sys.exit(main({memory}))"
+_BLOCK = 1 << 16
+
+
+class WorkerProcess:
+    """Started by the constructor. One question at a time; not safe to use from two threads at once."""
+
+    def __init__(self, folder: Path, memory_bytes: int) -> None:
+        environment = {name: os.environ[name] for name in ENVIRONMENT_KEPT if name in os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _PROGRAM.format(top=_TOP, memory=memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd=folder,
+            env={"PATH": os.defpath, "HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0", **environment},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        for pipe in (self._in, self._out):
+            os.set_blocking(pipe.fileno(), False)
+        self._asked = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked anything more."""
+        return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started; it leads its own session."""
+        return self._process.pid
+
+    def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer. Raises BadInput or TaskFailed by the task's own word, TaskFailed for one that is dead now."""
+        self._asked += 1
+        line = json.dumps({**question, "id": self._asked, "cpu_s": timeout_s}).encode() + b"\n"
+        try:
+            answer = self._read(line, time.monotonic() + timeout_s, timeout_s)
+        except TaskFailed:
+            self.kill()
+            raise
+        if "bad_input" in answer:
+            wrong = [FieldError(str(pointer), str(detail)) for pointer, detail in answer.get("errors", [])]
+            raise BadInput(str(answer["bad_input"]), errors=wrong)
+        if "failed" in answer:
+            raise TaskFailed(str(answer["failed"]))
+        return answer
+
+    def stop(self) -> None:
+        """End it and all that it started; from any thread. Who waits for its answer learns that it is dead."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(END_S)
+
+    def kill(self) -> None:
+        """`stop`, and close its pipes; only while nobody asks it. A second call changes nothing."""
+        self.stop()
+        self._in.close()
+        self._out.close()
+
+    def _read(self, line: bytes, deadline: float, timeout_s: float) -> dict[str, Any]:
+        raw = self._exchange(line, deadline, timeout_s)
+        try:
+            answer = json.loads(raw)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or answer.get("id") != self._asked:
+            raise TaskFailed("its process answered something that is no answer")
+        return answer
+
+    def _exchange(self, line: bytes, deadline: float, timeout_s: float) -> bytes:
+        """Write a line, read a line."""
+        sent, got = memoryview(line), bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._in, selectors.EVENT_WRITE)
+            selector.register(self._out, selectors.EVENT_READ)
+            while not got.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TaskFailed(f"it took longer than {timeout_s:g} s, and its process was killed")
+                for key, _ in selector.select(left):
+                    if key.fileobj is self._in:
+                        sent = self._write(sent)
+                        if not sent:
+                            selector.unregister(self._in)
+                    else:
+                        got += self._more()
+                if len(got) > MAX_ANSWER_BYTES:
+                    raise TaskFailed(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+        return bytes(got)
+
+    def _write(self, data: memoryview) -> memoryview:
+        try:
+            return data[os.write(self._in.fileno(), data[:_BLOCK]) :]
+        except BrokenPipeError:
+            raise TaskFailed(self._death()) from None
+
+    def _more(self) -> bytes:
+        block = os.read(self._out.fileno(), _BLOCK)
+        if not block:
+            raise TaskFailed(self._death())
+        return block
+
+    def _death(self) -> str:
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return "its process closed its pipes"
+        number = -code if code < 0 else code - 128 if code > 128 else 0
+        if number == signal.SIGXCPU:
+            return "its process used more processor time than it may"
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"exit status {code}"
+        return f"its process ended by itself ({name})"
+
+
+def number_of(answer: Mapping[str, Any], field: str) -> float:
+    """A finite number of an answer. Raises TaskFailed."""
+    value = answer.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TaskFailed(f"its {field} is not a finite number: {str(value)[:100]}")
+    return value

@@ -1,0 +1,98 @@
+"""Whether the learner ever waits: the demo's loop with a model whose step takes a second.
+
+The service, the local marketplace and its machines run as in `make demo`, without its incidents. The model is a larger
+one of the tiny model's kind, warmed up the same way: with the tiny one, a step takes less time than a version needs to
+reach the nodes, and no number of nodes can then keep a learner busy. Left out of the figures: the first `--warm`
+steps. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from app.client import client, unwrap
+from app.demo import job_spec
+from app.demo.report import _pages
+from app.demo.stage import Stage, free_port, service
+from app.learner.tiny import Recipe, tiny_model
+from app.protocol.errors import Unavailable
+from app.protocol.job import FINAL_STATUSES
+
+MODELS = Path("build/models")
+LARGER = Recipe(hidden=256, layers=4, heads=8, intermediate=768, learning_rate=2e-3)
+DEADLINE_S = 900.0
+
+
+def spec(model: Path, steps: int, staleness: int) -> dict[str, Any]:
+    """The demo's job with another model, no evaluation on the way."""
+    job = job_spec(steps)
+    job |= {"name": "loop", "model": str(model.absolute()), "staleness_budget": staleness}
+    job["learner"] |= {"learning_rate": 1e-4, "eval_every": 100_000, "eval_prompts": 64}
+    return job
+
+
+def follow(http: Any, job_id: str, warm: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The job at its end, and the fleet's capacity as seen each second after `warm` steps."""
+    seen: list[dict[str, Any]] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        job = unwrap(http.get(f"/v1/jobs/{job_id}"))
+        if job["status"] in FINAL_STATUSES:
+            return job, seen
+        fleet = unwrap(http.get(f"/v1/jobs/{job_id}/fleet"))
+        measured = [n["mu_measured"] for n in fleet["nodes"] if n["state"] == "active"]
+        if job["step"] >= warm:
+            seen.append({**fleet["capacity"], "measured": sum(m or 0.0 for m in measured), "nodes": len(measured)})
+        print(
+            f"step {job['step']:>3}  bubble {job['learner']['bubble_ratio'] or 0:.3f}  nodes {len(measured)}  "
+            f"Σμ {sum(m or 0.0 for m in measured):.0f}/s  target {fleet['capacity']['mu_target'] or 0:.0f}/s",
+            flush=True,
+        )
+        time.sleep(1.0)
+    raise Unavailable(f"the job did not end within {DEADLINE_S:.0f} s")
+
+
+def figures(job: dict[str, Any], steps: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]], warm: int) -> dict[str, Any]:
+    """What the last line says."""
+    late = [row for row in steps if row["step"] > warm]
+    train, idle = sum(row["t_train"] for row in late), sum(row["t_idle"] for row in late)
+    need = statistics.mean(row["rollouts"] for row in late) / (train / len(late))
+    pool = statistics.mean(row["measured"] for row in seen)
+    return {
+        "status": job["status"],
+        "steps": len(late),
+        "t_train": round(train / len(late), 4),
+        "t_bcast": job["learner"]["t_bcast"],
+        "bubble": round(idle / (idle + train), 4),
+        "dropped": job["learner"]["dropped_ratio"],
+        "pool_vs_need": round(pool / need, 3),
+        "nodes": round(statistics.mean(row["nodes"] for row in seen), 2),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 1 if the job did not succeed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--warm", type=int, default=30)
+    parser.add_argument("--staleness", type=int, default=3)
+    options = parser.parse_args(arguments)
+    model = tiny_model(MODELS, LARGER)
+    stage = Stage(free_port(), free_port())
+    with service(stage), client(stage.control_url, stage.admin_key) as http:
+        posted = unwrap(http.post("/v1/jobs", json=spec(model, options.steps, options.staleness)))
+        job, seen = follow(http, posted["id"], options.warm)
+        steps = _pages(http, f"/v1/jobs/{posted['id']}/steps")
+    print(json.dumps(figures(job, steps, seen, options.warm)))
+    return 0 if job["status"] == "succeeded" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What an engine has to show before it gets work."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.protocol.job import SamplingSpec
+from app.rollout_agent.engines.base import Completion, Interrupted
+from app.rollout_agent.room import Unfit
+from app.rollout_agent.selftest import SAMPLES, Shape, examine, fault, of_streams, rates, sampler, shape_for
+
+SHAPE = Shape([1, 2, 3], 2, 4, 260)
+
+
+def sample(tokens: list[int] | None = None, logprobs: list[float] | None = None) -> Completion:
+    tokens = [5, 6] if tokens is None else tokens
+    return Completion(tokens, [-0.5] * len(tokens) if logprobs is None else logprobs, "length")
+
+
+@pytest.mark.parametrize(
+    ("completions", "said"),
+    [
+        ([sample(), sample()], ""),
+        ([sample([259]), sample([0, 1, 2, 3])], ""),
+        ([sample(logprobs=[0.0, 1e-7]), sample()], ""),
+        ([sample()], "1 samples instead of 2"),
+        ([sample(), sample(), sample()], "3 samples instead of 2"),
+        ([sample(), sample([])], "a sample of 0 tokens"),
+        ([sample(), sample([1] * 5)], "a sample of 5 tokens"),
+        ([sample(), sample(logprobs=[-1.0])], "1 log-probs for 2 tokens"),
+        ([sample([260]), sample()], "token 260"),
+        ([sample([-1]), sample()], "token -1"),
+        ([sample(logprobs=[-1.0, math.nan]), sample()], "a log-prob of nan"),
+        ([sample(logprobs=[-1.0, -math.inf]), sample()], "a log-prob of -inf"),
+        ([sample(logprobs=[0.1, -1.0]), sample()], "a log-prob of 0.1"),
+    ],
+)
+def test_a_sample_is_sound_or_the_fault_is_named(completions: list[Completion], said: str) -> None:
+    assert fault(completions, SHAPE).startswith(said)
+    assert (fault(completions, SHAPE) == "") is (said == "")
+
+
+def test_rollouts_are_reckoned_at_the_job_s_length() -> None:
+    short = rates([sample(), sample()], 2.0, 4)
+    assert (short.tokens_per_s, short.rollouts_per_s) == (2.0, 1.0)
+    long = rates([sample([1] * 32)] * 10, 2.0, 320)
+    assert (long.tokens_per_s, long.rollouts_per_s) == (160.0, 0.5)
+
+
+class Clock:
+    """Each look takes a second."""
+
+    def __init__(self, step: float = 1.0) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def answering(answer: Callable[[Shape], list[Completion]], asked: list[int] | None = None) -> Any:
+    async def ask(shape: Shape) -> list[Completion]:
+        if asked is not None:
+            asked.append(shape.samples)
+        return answer(shape)
+
+    return ask
+
+
+async def test_the_speed_is_that_of_the_last_round() -> None:
+    asked: list[int] = []
+    found = await examine(answering(lambda s: [sample()] * s.samples, asked), SHAPE, max_tokens=4, clock=Clock())
+    assert asked == list(SAMPLES)
+    assert found.rollouts_per_s == SAMPLES[-1]
+    assert found.tokens_per_s == 2 * SAMPLES[-1]
+
+
+async def test_a_slow_machine_is_not_asked_for_more() -> None:
+    asked: list[int] = []
+    await examine(answering(lambda s: [sample()] * s.samples, asked), SHAPE, max_tokens=4, clock=Clock(10.0))
+    assert asked == [SAMPLES[0]]
+
+
+async def test_an_engine_that_fails_makes_the_machine_unfit() -> None:
+    def broken(shape: Shape) -> list[Completion]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(Unfit, match=r"self-test: RuntimeError: CUDA error"):
+        await examine(answering(broken), SHAPE, max_tokens=4, clock=Clock())
+    with pytest.raises(Unfit, match="self-test: the engine gave 0 samples"):
+        await examine(answering(lambda _: []), SHAPE, max_tokens=4, clock=Clock())
+
+
+async def test_a_node_that_is_told_to_end_is_not_unfit() -> None:
+    def interrupted(shape: Shape) -> list[Completion]:
+        raise Interrupted("ending")
+
+    cut = Completion([], [], "abort")
+    with pytest.raises(Interrupted):
+        await examine(answering(interrupted), SHAPE, max_tokens=4, clock=Clock())
+    with pytest.raises(Interrupted):
+        await examine(answering(lambda s: [cut] * s.samples), SHAPE, max_tokens=4, clock=Clock())
+
+
+@pytest.mark.parametrize(
+    ("config", "size"), [({"vocab_size": 300}, 300), ({"text_config": {"vocab_size": 301}}, 301), ({}, 7)]
+)
+def test_the_vocabulary_is_the_model_s_own(tmp_path: Path, config: dict[str, Any], size: int) -> None:
+    class Tokenizer:
+        def __len__(self) -> int:
+            return 7
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [len(text) % 7]}
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = shape_for(tmp_path, Tokenizer(), 3)
+    assert (shape.vocabulary, shape.max_tokens) == (size, 3)
+    assert shape_for(tmp_path, Tokenizer(), 9999).max_tokens == 32
+
+
+class Streams:
+    """Single completions, side by side."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    async def healthy(self, timeout_s: float) -> bool:
+        return True
+
+    async def sample(self, prompt_ids: Any, *, seed: int, max_tokens: int, temperature: float) -> Completion:
+        self.seeds.append(seed)
+        assert temperature == 0.7
+        return sample([seed % 260])
+
+
+async def test_an_engine_of_single_completions_is_asked_for_them_side_by_side() -> None:
+    engine: Any = Streams()
+    sampling = SamplingSpec(max_tokens=4, temperature=0.7)
+    with ThreadPoolExecutor(1) as pool:
+        ask = sampler(engine, pool, sampling)
+        assert len(await ask(SHAPE)) == 2
+    assert sorted(engine.seeds) == [0, 1]
+    assert len(await of_streams(engine, sampling)(SHAPE)) == 2
