@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast bench-learner clean
+.PHONY: install demo test lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast bench-learner bench-loop clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,10 @@ soak-providers: install
 # The step against a bare loop, what a publish holds it up, what reading 2,000 rollouts takes.
 bench-learner: install
 	$(BIN)/python -m bench.learner
+
+# Whether the learner ever waits: the whole loop, with a model whose step takes a second.
+bench-loop: install
+	$(BIN)/python -m bench.loop $(ARGS)
 
 # QUICK=1: N = 9 and the delta only. Needs root; without it only the delta is measured, and it says so.
 bench-broadcast: $(BENCH_STAMP)

@@ -91,6 +91,27 @@ def learner(
     raise typer.Exit(run(job, control_url=url, learner_token=token, state_dir=where))
 
 
+@app.command("bench-node")
+def bench_node(
+    model: Annotated[str, typer.Option(help="A model folder, or `tiny`.")] = "tiny",
+    engine: Annotated[str | None, typer.Option(help="transformers or vllm. [default: ECHO2_ENGINE]")] = None,
+    concurrency: Annotated[str, typer.Option(help="Completions at once, with commas between.")] = "1,4,16,64",
+    max_tokens: Annotated[int, typer.Option(min=1, max=32_768, help="Of each completion.")] = 64,
+    gpu_name: Annotated[str, typer.Option(help="As the marketplace calls it. [default: the driver's name]")] = "",
+    down_url: Annotated[str | None, typer.Option(help="What to GET to measure the downlink.")] = None,
+    up_url: Annotated[str | None, typer.Option(help="Where to PUT to measure the uplink.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON, for ECHO2_PRIORS_FILE.")] = False,
+) -> None:
+    """Measure this machine: tokens/s, the swap of a version, its links."""
+    from app.rollout_agent.bench_cli import run
+
+    _logging("warning")
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in concurrency.split(",")]
+    if not all(1 <= count <= 4096 for count in counts):
+        raise typer.BadParameter("--concurrency must be numbers from 1 to 4096 with commas between, such as 1,4,16,64")
+    print(run(model, engine, counts, max_tokens, gpu_name=gpu_name, urls=(down_url, up_url), as_json=as_json))
+
+
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=30, help="Learner steps.")] = 150,

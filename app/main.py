@@ -18,9 +18,25 @@ from fastapi import FastAPI
 from sqlalchemy import func, select
 
 from app import __version__
-from app.api import aws, fleet, health, hooks, jobs, keys, learner, ledger, middleware, nodes, objects, problems, sns
+from app.api import (
+    agents,
+    aws,
+    fleet,
+    health,
+    hooks,
+    jobs,
+    keys,
+    learner,
+    ledger,
+    middleware,
+    nodes,
+    objects,
+    problems,
+    sns,
+)
 from app.api.deps import Services
 from app.api.security import API_KEY, hash_key, new_key
+from app.fleet import priors
 from app.fleet.accounts import Accounts
 from app.fleet.bills import Bills
 from app.fleet.controller import Controller
@@ -110,6 +126,7 @@ def build_services(
         secrets=secret,
         clock=clock,
         metrics=metrics,
+        benched=priors.read(settings.priors_file),
         started_at=clock(),
     )
     accounts = Accounts(core)
@@ -199,7 +216,7 @@ def create_app(
     app.state.services = svc
     problems.install(app)
     middleware.install(app, limit_for=_limit(settings))
-    for module in (jobs, fleet, ledger, hooks, aws, nodes, learner, objects, keys, health):
+    for module in (jobs, fleet, ledger, hooks, aws, agents, nodes, learner, objects, keys, health):
         app.include_router(module.router)
     return app
 

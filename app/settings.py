@@ -174,8 +174,14 @@ class Settings(BaseSettings):
         pattern=r"^[!-~][ -~]*$",
         description="a pip requirement, or an address pip can install from, for a bare machine",
     )
+    agent_constraints: Folder | None = Field(
+        None, description="a pip constraints file for bare machines; without it what this service itself runs with"
+    )
     agent_engine: str = Field(
         "transformers", pattern=r"^[a-z][a-z0-9_]{0,31}$", description="the name of the engine that nodes generate with"
+    )
+    priors_file: Folder | None = Field(
+        None, description="a file of JSON lines from `echo2 bench-node --json`: measured speed instead of a guess"
     )
     learner_relay_host: str = Field(
         "127.0.0.1",

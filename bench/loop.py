@@ -2,40 +2,88 @@
 
 The service, the local marketplace and its machines run as in `make demo`, without its incidents. The model is a larger
 one of the tiny model's kind, warmed up the same way: with the tiny one, a step takes less time than a version needs to
-reach the nodes, and no number of nodes can then keep a learner busy. Left out of the figures: the first `--warm`
-steps. The last line is one JSON object.
+reach the nodes, and no number of nodes can then keep a learner busy. The machines are slowed down by `--speed`, so that
+a job needs several of them and what is rented can come near to what is needed. Left out of the figures: the first
+`--warm` steps. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from app.client import client, unwrap
 from app.demo import job_spec
-from app.demo.report import _pages
-from app.demo.stage import Stage, free_port, service
+from app.demo.report import pages
+from app.demo.stage import FOLDER, Stage, free_port, service
 from app.learner.tiny import Recipe, tiny_model
 from app.protocol.errors import Unavailable
 from app.protocol.job import FINAL_STATUSES
+from providers.marketplace.config import DEFAULT_MACHINES
 
 MODELS = Path("build/models")
 LARGER = Recipe(hidden=256, layers=4, heads=8, intermediate=768, learning_rate=2e-3)
 DEADLINE_S = 900.0
 
 
-def spec(model: Path, steps: int, staleness: int) -> dict[str, Any]:
+def spec(model: Path, steps: int, staleness: int, prompts: int) -> dict[str, Any]:
     """The demo's job with another model, no evaluation on the way."""
     job = job_spec(steps)
+    job["batch"]["prompts"] = prompts
+    job["fleet"]["max_nodes"] = 8
     job |= {"name": "loop", "model": str(model.absolute()), "staleness_budget": staleness}
     job["learner"] |= {"learning_rate": 1e-4, "eval_every": 100_000, "eval_prompts": 64}
     return job
+
+
+def slower(speed: float) -> Path:
+    """The local marketplace's price list with machines of `speed` times their speed."""
+
+    def scaled(match: re.Match[str]) -> str:
+        return f"speed = {float(match[1]) * speed:.1f}"
+
+    path = MODELS.parent / f"machines-{speed:g}.toml"
+    path.write_text(re.sub(r"^speed = ([0-9.]+)$", scaled, DEFAULT_MACHINES.read_text(), flags=re.MULTILINE))
+    return path.absolute()
+
+
+@contextmanager
+def marketplace(stage: Stage, machines: Path) -> Iterator[None]:
+    """A marketplace of our own, which the service finds at its address."""
+    command = [sys.executable, "-m", "app.cli", "marketplace", "--port", str(stage.market_port), "--control"]
+    state = FOLDER.absolute() / "market"
+    shutil.rmtree(state, ignore_errors=True)
+    process = subprocess.Popen(
+        [*command, "--machines", str(machines)],
+        env={**stage.environment(), "ECHO2_STATE_DIR": str(state)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                httpx.get(f"{stage.market_url}/api/v0/gpu_names/unique/", timeout=2, trust_env=False)
+                break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def follow(http: Any, job_id: str, warm: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -59,12 +107,15 @@ def follow(http: Any, job_id: str, warm: int) -> tuple[dict[str, Any], list[dict
     raise Unavailable(f"the job did not end within {DEADLINE_S:.0f} s")
 
 
-def figures(job: dict[str, Any], steps: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]], warm: int) -> dict[str, Any]:
+def figures(
+    job: dict[str, Any], steps: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]], warm: int
+) -> dict[str, Any]:
     """What the last line says."""
     late = [row for row in steps if row["step"] > warm]
     train, idle = sum(row["t_train"] for row in late), sum(row["t_idle"] for row in late)
     need = statistics.mean(row["rollouts"] for row in late) / (train / len(late))
-    pool = statistics.mean(row["measured"] for row in seen)
+    running = [row for row in seen if row["nodes"]]
+    pool = statistics.mean(row["measured"] for row in running)
     return {
         "status": job["status"],
         "steps": len(late),
@@ -73,7 +124,7 @@ def figures(job: dict[str, Any], steps: Sequence[dict[str, Any]], seen: Sequence
         "bubble": round(idle / (idle + train), 4),
         "dropped": job["learner"]["dropped_ratio"],
         "pool_vs_need": round(pool / need, 3),
-        "nodes": round(statistics.mean(row["nodes"] for row in seen), 2),
+        "nodes": round(statistics.mean(row["nodes"] for row in running), 2),
     }
 
 
@@ -83,13 +134,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--warm", type=int, default=30)
     parser.add_argument("--staleness", type=int, default=3)
+    parser.add_argument("--speed", type=float, default=0.25)
+    parser.add_argument("--prompts", type=int, default=32)
     options = parser.parse_args(arguments)
     model = tiny_model(MODELS, LARGER)
     stage = Stage(free_port(), free_port())
-    with service(stage), client(stage.control_url, stage.admin_key) as http:
-        posted = unwrap(http.post("/v1/jobs", json=spec(model, options.steps, options.staleness)))
+    with marketplace(stage, slower(options.speed)), service(stage), client(stage.control_url, stage.admin_key) as http:
+        posted = unwrap(http.post("/v1/jobs", json=spec(model, options.steps, options.staleness, options.prompts)))
         job, seen = follow(http, posted["id"], options.warm)
-        steps = _pages(http, f"/v1/jobs/{posted['id']}/steps")
+        steps = pages(http, f"/v1/jobs/{posted['id']}/steps")
     print(json.dumps(figures(job, steps, seen, options.warm)))
     return 0 if job["status"] == "succeeded" else 1
 

@@ -147,6 +147,6 @@ async def offers(
 
 async def _job_view(svc: Services, job_id: str | None) -> JobView:
     if job_id is None:
-        return default_view()
+        return default_view(svc.core.benched)
     await svc.jobs.get(job_id)
-    return job_view(await svc.controller.observe(job_id))
+    return job_view(await svc.controller.observe(job_id), svc.core.benched)

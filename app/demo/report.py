@@ -25,8 +25,8 @@ def summarise(http: httpx.Client, market: httpx.Client, feed: Feed, job_id: str,
     job, fleet = feed.read()
     cost = unwrap(http.get(f"/v1/jobs/{job_id}/cost"))
     books = _books(market)
-    steps = _pages(http, f"/v1/jobs/{job_id}/steps")
-    own = _own_count(_pages(http, f"/v1/jobs/{job_id}/ledger"))
+    steps = pages(http, f"/v1/jobs/{job_id}/steps")
+    own = _own_count(pages(http, f"/v1/jobs/{job_id}/ledger"))
     broadcast, totals = fleet["broadcast"], fleet["totals"]
     return {
         "status": job["status"],
@@ -84,7 +84,7 @@ def _own_count(entries: Sequence[Mapping[str, Any]]) -> int:
     return sum(micros(e["usd"]) for e in entries if e["from"] != e["to"])
 
 
-def _pages(http: httpx.Client, path: str) -> list[dict[str, Any]]:
+def pages(http: httpx.Client, path: str) -> list[dict[str, Any]]:
     """All rows of a list."""
     rows: list[dict[str, Any]] = []
     cursor: str | None = None

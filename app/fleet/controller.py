@@ -135,7 +135,7 @@ class Controller:
                 return
             await self.nodes.expire(session, seen.job)
             await self.work.expire(session, seen.job)
-            view = await self.market.informed(session, sight.job_view(seen))
+            view = await self.market.informed(session, sight.job_view(seen, self.core.benched))
             ranked = await self.market.ranked(session, view)
             await self._retire_replaced(session, seen)
             target = await self.demand.aim(session, seen)

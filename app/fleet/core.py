@@ -90,6 +90,8 @@ class Core:
     signals: Signals = field(default_factory=Signals)
     held: dict[str, str] = field(default_factory=dict)
     """Job → why nothing more is rented for it, though it needs more: it waits, and nothing is wrong with it."""
+    benched: Mapping[str, float] = field(default_factory=dict)
+    """GPU model → what was measured by hand over what its data sheet promises."""
     started_at: float = 0.0
     """When this process began: nobody is lost for silence while nobody listened."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
@@ -29,6 +29,8 @@ class Workload:
     parameters: int
     tokens_per_rollout: float
     concurrency: int = 256
+    benched: Mapping[str, float] = field(default_factory=dict)
+    """GPU model → what was measured by hand over the roofline (`app/fleet/priors.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Estimate:
 
     mu: float
     source: str
-    """`measured`, `gpu` (others of this GPU model were measured), `scaled` (any were), `roofline`, `unknown_gpu`."""
+    """`measured`, `gpu` (others of this GPU model were measured), `scaled` (any were), `bench` (measured by hand),
+    `roofline`, `unknown_gpu`."""
 
 
 MODEL_EFFICIENCY = 0.35
@@ -54,7 +57,15 @@ def gpu_table() -> Mapping[str, Gpu]:
 
 
 def _key(name: str) -> str:
-    return name.replace("_", " ").strip().upper()
+    """Providers' and drivers' names alike: `RTX_4090`, `NVIDIA GeForce RTX 4090`."""
+    return name.replace("_", " ").strip().upper().removeprefix("NVIDIA ").removeprefix("GEFORCE ")
+
+
+def reference(name: str) -> tuple[str, Gpu]:
+    """A GPU model's name as it is compared, and the card that its roofline is reckoned with: the weakest known one
+    where it is unknown."""
+    gpu = find_gpu(name)
+    return _key(name), gpu or min(gpu_table().values(), key=lambda g: g.memory_gb_s)
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -71,7 +82,13 @@ def roofline(gpu: Gpu, num_gpus: int, load: Workload) -> float:
 
 
 def prior(gpu_name: str, num_gpus: int, load: Workload) -> Estimate:
-    """What to expect of a machine that nobody has measured. An unknown GPU counts as the weakest known one."""
+    """What to expect of a machine that has not worked: by measurements by hand, else by its data sheet.
+
+    An unknown GPU counts as the weakest known one.
+    """
+    key, like = reference(gpu_name)
+    if key in load.benched:
+        return Estimate(roofline(like, num_gpus, load) * load.benched[key], "bench")
     gpu = find_gpu(gpu_name)
     if gpu is not None:
         return Estimate(roofline(gpu, num_gpus, load), "roofline")

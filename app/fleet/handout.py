@@ -40,12 +40,13 @@ async def take(
         return HandedOut([], [])
     stats = await prompts.stats(session, job, [i.prompt_index for i in waiting])
     candidates = [_candidate(job, item, stats) for item in waiting]
+    at_work = await _at_work(session, job)
     choice = dispatch.choose(
         candidates,
         count=count,
         version=version,
-        speeds=await _speeds(session, job, node),
-        pace=await _pace(session, job),
+        speeds=_speeds(job, node, at_work),
+        pace=_pace(job, at_work),
         held_tokens=await _held(session, job, node),
         ahead=ahead,
     )
@@ -159,22 +160,22 @@ def _candidate(job: Job, item: WorkItem, stats: dict[int, PromptStats]) -> dispa
     return dispatch.Candidate(item.ordinal, left, item.partial_version, fresh)
 
 
-async def _others(session: AsyncSession, job: Job) -> list[Node]:
+async def _at_work(session: AsyncSession, job: Job) -> list[Node]:
     query = select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE, Node.drain.is_(False))
     return list(await session.scalars(query))
 
 
-async def _speeds(session: AsyncSession, job: Job, node: Node) -> dispatch.Speeds:
+def _speeds(job: Job, node: Node, at_work: Sequence[Node]) -> dispatch.Speeds:
     def speed(n: Node) -> float | None:
         return dispatch.node_speed(tokens_per_s=n.tokens_per_s, rollouts_per_s=n.mu_measured, job_mean=job.length_mean)
 
-    others = [speed(n) for n in await _others(session, job) if n.id != node.id]
+    others = [speed(n) for n in at_work if n.id != node.id]
     return dispatch.Speeds(speed(node), [s for s in others if s is not None])
 
 
-async def _pace(session: AsyncSession, job: Job) -> dispatch.Pace:
+def _pace(job: Job, at_work: Sequence[Node]) -> dispatch.Pace:
     batch = job.spec["batch"]
-    pool = sum(n.mu_measured or 0.0 for n in await _others(session, job))
+    pool = sum(n.mu_measured or 0.0 for n in at_work)
     seconds = dispatch.step_seconds(t_train=job.t_train, rollouts=batch["prompts"] * batch["group_size"], mu_pool=pool)
     return dispatch.Pace(job.step, job.staleness_budget, seconds)
 

@@ -6,6 +6,7 @@ Invariant: nothing is decided here, and what is shown is what the decision used.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from app.fleet.estimates import Workload
@@ -20,12 +21,13 @@ DEFAULT_PUBLISH_S = 600.0
 MODEL_BYTES = 2
 
 
-def default_view() -> JobView:
+def default_view(benched: Mapping[str, float]) -> JobView:
     """Whom offers are ranked for when no job is named: an 8B model in bf16, a full snapshot every ten minutes."""
     spec = JobSpec(model="tiny", task=TaskSpec(name="reasoning_gym"), budget_usd="1")
     model = float(MODEL_BYTES * DEFAULT_PARAMETERS)
     hourly = model * 3600 / DEFAULT_PUBLISH_S
-    return JobView(spec, Workload(DEFAULT_PARAMETERS, DEFAULT_TOKENS), Traffic(hourly, hourly), model_bytes=model)
+    load = Workload(DEFAULT_PARAMETERS, DEFAULT_TOKENS, benched=benched)
+    return JobView(spec, load, Traffic(hourly, hourly), model_bytes=model)
 
 
 def ranked_for(view: JobView, job_id: str | None) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
+from blake3 import blake3
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -58,8 +60,7 @@ def read(data: bytes, expected: Mapping[str, trajectory.Expected], newest: int, 
 def continued(before: pa.Table, after: pa.Table, item: str) -> bool:
     """Whether a finished group, or a longer beginning of it, goes on from an earlier beginning: every sample that was
     begun is still there with the tokens and log-probs that it began with. Samples that were left out don't count."""
-    old = {r.sample_index: r for r in trajectory.rollouts(before) if r.work_item == item}
-    new = {r.sample_index: r for r in trajectory.rollouts(after) if r.work_item == item}
+    old, new = _samples(before, item), _samples(after, item)
     both = old.keys() & new.keys()
     return bool(both) and all(
         list(new[i].completion_ids[: len(old[i].completion_ids)]) == list(old[i].completion_ids)
@@ -68,23 +69,39 @@ def continued(before: pa.Table, after: pa.Table, item: str) -> bool:
     )
 
 
+def _samples(table: pa.Table, item: str) -> dict[int, trajectory.Rollout]:
+    own = table.filter(pc.equal(table.column("work_item"), item))
+    return {r.sample_index: r for r in trajectory.rollouts(own)}
+
+
 def not_continued(core: Core, items: Iterable[WorkItem], after: pa.Table) -> set[str]:
-    """Those of the begun items that were sampled from scratch after all. Blocks."""
+    """Those of the begun items that were sampled from scratch after all. Blocks.
+
+    Who put a file can put another one in its place: one that is not what was taken over proves nothing.
+    """
     scratch: set[str] = set()
     tables: dict[str, pa.Table | None] = {}
     for item in items:
         if item.partial_key is None:
             continue
         if item.partial_key not in tables:
-            try:
-                tables[item.partial_key] = trajectory.read_table(core.objects.get(item.partial_key))
-            except (NotFound, Refused) as error:
-                log.warning("the partial %s can't be read any more: %s", item.partial_key, error.detail)
-                tables[item.partial_key] = None
+            tables[item.partial_key] = _taken_over(core, item.partial_key, item.partial_blake3)
         before = tables[item.partial_key]
-        if before is None or not continued(before, after, item.id):
+        if before is not None and not continued(before, after, item.id):
             scratch.add(item.id)
     return scratch
+
+
+def _taken_over(core: Core, key: str, digest: str | None) -> pa.Table | None:
+    """A partial file as it was when it was taken over; None if it is not there any more. Blocks."""
+    try:
+        data = core.objects.get(key)
+    except NotFound:
+        data = b""
+    if blake3(data).hexdigest() != digest:
+        log.warning("the partial %s is not what was taken over", key)
+        return None
+    return trajectory.read_table(data)
 
 
 def attach(item: WorkItem, request: CommitRequest, node_id: str, found: Begun) -> None:

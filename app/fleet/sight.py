@@ -5,7 +5,7 @@ Invariant: nothing here asks or changes anything; the same rows give the same ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from app.fleet import activation, bids, estimates, pricing
@@ -133,11 +133,11 @@ def running(
     return activation.Running(one, active, now - lease.created_at, warned, outbid, other + least, outlook.known, why)
 
 
-def job_view(seen: Seen) -> JobView:
-    """What ranking needs to know of the job: its workload, its traffic, what was measured."""
+def job_view(seen: Seen, benched: Mapping[str, float]) -> JobView:
+    """What ranking needs to know of the job: its workload, its traffic, what was measured. `benched`: by hand."""
     job, spec = seen.job, seen.spec
     tokens = min(spec.sampling.max_tokens, 512)
-    load = estimates.Workload(parameters=job.parameters or 1_000_000, tokens_per_rollout=float(tokens))
+    load = estimates.Workload(job.parameters or 1_000_000, float(tokens), benched=benched)
     period_s = max(1.0, (job.t_train or 10.0) * job.publish_period)
     snapshots = (job.publish_bytes or job.snapshot_bytes or 0) * 3600 / period_s
     rollout_bytes = 3600 / max(0.1, job.t_train or 10.0) * spec.rollouts_per_step * tokens * 12 / max(1, job.max_nodes)

@@ -12,10 +12,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from app.learner.refill import Spare, extra, has_signal
-from app.protocol.learner import DroppedGroup
+from app.protocol.learner import DroppedGroup, DropReason
 from app.protocol.trajectory import Rollout
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class ReplayBuffer:
         with self._changed:
             self._plan = {step: tuple(items) for step, items in steps.items()}
 
-    def reject(self, work_item: str, reason: Literal["stale", "invalid"]) -> None:
+    def reject(self, work_item: str, reason: DropReason) -> None:
         """Note that a group will never be trained on; `take` and `evict` hand the note out."""
         with self._changed:
             if self._remember(work_item):

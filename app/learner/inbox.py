@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from blake3 import blake3
 
 from app.learner.audit.auditor import Auditor
@@ -19,8 +21,10 @@ from app.learner.buffer import Group, ReplayBuffer
 from app.learner.cache import FileCache
 from app.learner.client import Control
 from app.learner.outbox import Directives
+from app.learner.rewards import Onward, Refuse, Rewarder, Why
 from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, Refused, Unavailable
 from app.protocol.learner import TrajectoryRef
+from app.protocol.pruning import Prune, kept
 from app.protocol.trajectory import Expected, Rollout, read_table, rollouts, validate
 from app.storage.objects import ObjectStore
 
@@ -42,14 +46,17 @@ class GroupReader:
         max_tokens: int,
         vocabulary: int,
         quantised: str | None = None,
+        prune: Prune | None = None,
         cache: FileCache | None = None,
     ) -> None:
+        """`group_size`: of groups whose size a reference doesn't name; `prune`: files have a part of each group."""
         self._objects = objects
         self._prompt_ids = lru_cache(maxsize=4096)(prompt_ids)
         self._group_size = group_size
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
         self._quantised = quantised
+        self._prune = prune
         self._cache = cache
 
     def read(self, ref: TrajectoryRef) -> list[Group]:
@@ -61,21 +68,23 @@ class GroupReader:
                 raise IntegrityError(f"{ref.key} is not the file that was accepted ({len(data)} bytes)")
             if self._cache is not None:
                 self._cache.put(ref.blake3, data)
-        table = read_table(data)
-        wanted = set(ref.work_items)
+        # Of other groups in the file not even the size is known here.
+        table = read_table(data).filter(pc.is_in(pc.field("work_item"), pa.array(ref.work_items, pa.string())))
+        if table.num_rows == 0:
+            return []
         by_item: dict[str, list[Rollout]] = {}
         for rollout in rollouts(table):
             by_item.setdefault(rollout.work_item, []).append(rollout)
-        expected = {item: Expected(rows[0].prompt_index, self._group_size) for item, rows in by_item.items()}
+        expected = {item: self._expected(rows, ref.group_sizes.get(item)) for item, rows in by_item.items()}
         validate(
             table, expected,
             newest_version=_ANY_VERSION, max_tokens=self._max_tokens, quantised=self._quantised,
         )  # fmt: skip
-        return [
-            self._group(item, by_item[item], ref.node_id)
-            for item in ref.work_items
-            if item in by_item and item in wanted
-        ]
+        return [self._group(item, by_item[item], ref.node_id) for item in ref.work_items if item in by_item]
+
+    def _expected(self, rows: list[Rollout], size: int | None) -> Expected:
+        size = self._group_size if size is None else size
+        return Expected(rows[0].prompt_index, size, kept(size, self._prune))
 
     def _group(self, item: str, rows: list[Rollout], node: str) -> Group:
         try:
@@ -100,17 +109,20 @@ class Inbox:
         buffer: ReplayBuffer,
         directives: Directives,
         auditor: Auditor | None = None,
+        rewarder: Callable[[Onward, Refuse], Rewarder] | None = None,
     ) -> None:
-        """`auditor`: what comes in goes through its hands."""
+        """`rewarder`, `auditor`: what comes in goes through their hands, in this order."""
         self._control = control
         self._auditor = auditor
+        self._rewarder = None if rewarder is None else rewarder(self._onward, self._refuse)
         self._reader = reader
         self._buffer = buffer
         self._directives = directives
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self._counting = threading.Lock()
         self.invalid: dict[str, int] = {}
-        """Files refused, by error code or reason."""
+        """Files refused, by error code or reason, and groups because of their rewards."""
 
     def start(self) -> None:
         """Begin to fetch."""
@@ -119,6 +131,8 @@ class Inbox:
     def stop(self, timeout_s: float = 1.0) -> None:
         """Fetch nothing more; waits up to `timeout_s` for a fetch in progress."""
         self._stopped.set()
+        if self._rewarder is not None:
+            self._rewarder.stop()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -130,6 +144,8 @@ class Inbox:
                     self._auditor.banish(page.quarantined)
                 for ref in page.items:
                     self.take(ref)
+                if self._rewarder is not None:
+                    self._rewarder.sweep()
             except EchoError as error:
                 if not self._stopped.is_set():
                     self._directives.fail(error)
@@ -142,16 +158,33 @@ class Inbox:
             groups = self._patiently(ref)
         except (NotFound, IntegrityError, Refused) as error:
             reason = error.reason if isinstance(error, Refused) else error.code
-            self.invalid[reason] = self.invalid.get(reason, 0) + 1
+            self._count(reason)
             log.warning("file %s of node %s is refused: %s", ref.key, ref.node_id, error.detail)
             self._reject(ref.work_items)
             return
         for group in groups:
-            if self._auditor is None:
-                self._buffer.add(group)
+            if self._rewarder is None:
+                self._onward(group, ref)
             else:
-                self._auditor.receive(group, ref)
+                self._rewarder.take(group, ref)
         self._reject(set(ref.work_items) - {g.work_item for g in groups})
+
+    def _onward(self, group: Group, ref: TrajectoryRef) -> None:
+        if self._auditor is None:
+            self._buffer.add(group)
+        else:
+            self._auditor.receive(group, ref)
+
+    def _refuse(self, group: Group, ref: TrajectoryRef, why: Why) -> None:
+        """Of groups, one by one: their rewards are no good."""
+        self._count(why)
+        self._buffer.reject(group.work_item, why)
+        if why == "wrong_reward" and self._auditor is not None:
+            self._auditor.doubt(group, ref)
+
+    def _count(self, reason: str) -> None:
+        with self._counting:
+            self.invalid = {**self.invalid, reason: self.invalid.get(reason, 0) + 1}
 
     def _patiently(self, ref: TrajectoryRef) -> list[Group]:
         for attempt in range(_STORE_PATIENCE):
@@ -169,5 +202,5 @@ class Inbox:
 
 
 def counted(invalid: Mapping[str, int]) -> dict[str, float]:
-    """Refused files as step metrics."""
+    """Refused files and groups as step metrics."""
     return {f"invalid_{reason}": float(n) for reason, n in sorted(invalid.items())}

@@ -220,7 +220,7 @@ class Loop:
     def _dead(self, dropped: Sequence[DroppedGroup]) -> int:
         """How many of these speak of a fault. That a lower S makes old groups stale is none."""
         lowered = self._directives.current().staleness_budget < self._budget
-        return sum(d.reason == "invalid" or not lowered for d in dropped)
+        return sum(d.reason != "stale" or not lowered for d in dropped)
 
     def _check_supply(self, t: int) -> None:
         """Raise LearnerError when so many groups were refused that there is no use in waiting for others.

@@ -53,6 +53,7 @@ def step_metrics(groups: Sequence[Group], seen: Seen, tokens: int) -> dict[str, 
             "answer_tokens_mean": statistics.fmean(whole),
             "answer_tokens_max": float(max(whole)),
             "tokens": float(tokens),
+            "rollouts": float(len(rollouts)),
             "active_tokens": float(len(seen.log_ratio)),
         }
         | ratio_metrics(seen)

@@ -25,6 +25,7 @@ from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import BadInput, EchoError, LearnerError
 from app.protocol.job import JobSpec
 from app.protocol.learner import AssetInfo, StartAnswer
+from app.protocol.pruning import kept
 from app.snapshots.manifest import ADAPTER_ASSET
 from app.storage.objects import ObjectStore
 from app.tasks.base import Task
@@ -47,6 +48,8 @@ class Parts:
     t_train_prior: float
     files: list[Path]
     """The files that `assets` describes."""
+    prompt: list[int]
+    """Token ids of the first training prompt."""
 
 
 def prepare(answer: StartAnswer, settings: LearnerSettings, ranks: Ranks = ALONE) -> Parts:
@@ -66,9 +69,11 @@ def prepare(answer: StartAnswer, settings: LearnerSettings, ranks: Ranks = ALONE
     ranks.announce("load", spec.model_dump_json().encode())
     agree(ranks, None)
     trainer, evaluator = assemble(loaded, task, spec, ranks)
-    prior = trainer.rehearse(spec.rollouts_per_step, prompts, spec.sampling.max_tokens)
+    prior = trainer.rehearse(
+        spec.batch.prompts * kept(spec.batch.group_size, spec.batch.prune), prompts, spec.sampling.max_tokens
+    )
     files = asset_files(loaded, settings.work_dir)
-    return Parts(loaded, task, trainer, evaluator, [asset(p) for p in files], prior, files)
+    return Parts(loaded, task, trainer, evaluator, [asset(p) for p in files], prior, files, prompts[0])
 
 
 def task_files(answer: StartAnswer, settings: LearnerSettings) -> Path | None:

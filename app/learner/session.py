@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -32,8 +33,10 @@ from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.parallel.shards import needs_shards
 from app.learner.position import Ending, Position
 from app.learner.prepare import Parts, prepare, put_assets, put_final
+from app.learner.probe import open_prober
 from app.learner.publisher import Publisher, Save
 from app.learner.resume import FLUSH_S, fetch_checkpoint, resume
+from app.learner.rewards import Rewarder
 from app.learner.sink import RelaySink
 from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer
 from app.snapshots.rates import Rate
@@ -159,6 +162,7 @@ class Session:
             assets=parts.assets,
             snapshots=self._answer.spec.snapshot,
             keep=kept(self._answer.spec),
+            probe=open_prober(parts.loaded, self._answer.spec, parts.prompt),
         )
         sink.start()
         self._sink = sink
@@ -246,10 +250,14 @@ class Session:
             max_tokens=spec.sampling.max_tokens,
             vocabulary=parts.loaded.model.get_input_embeddings().num_embeddings,
             quantised=spec.snapshot.quantise,
+            prune=spec.batch.prune,
             cache=FileCache(self._settings.work_dir / "trajectories", self._settings.learner_cache_bytes),
         )
         self._auditor = self._audit(parts, sink)
-        self._inbox = Inbox(self._control, reader, self._buffer, self._directives, self._auditor)
+        rewarder = None
+        if spec.rewards != "node":
+            rewarder = partial(Rewarder, spec, parts.task, copy.deepcopy(parts.loaded.tokenizer))
+        self._inbox = Inbox(self._control, reader, self._buffer, self._directives, self._auditor, rewarder)
         self._inbox.start()
 
     def _finish(self, parts: Parts, publisher: Publisher, loop: Loop, ending: Ending) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from app.protocol.job import SnapshotSpec
 from app.protocol.learner import AssetInfo, PublishedDelta
 from app.snapshots.codec import decode
 from app.snapshots.deltas import DeltaFile
-from app.snapshots.manifest import AssetEntry, load_or_create_key, public_hex
+from app.snapshots.manifest import AssetEntry, Probe, load_or_create_key, public_hex
 from app.snapshots.plan import keyframe
 from app.snapshots.publish import Publication
 from app.snapshots.rates import News, Rate
@@ -53,6 +53,7 @@ class RelaySink:
         port: int = 0,
         announce: str = "",
         keep: int = 2,
+        probe: Callable[[Path], Probe] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._key = load_or_create_key(folder / "signing.key")
@@ -69,6 +70,7 @@ class RelaySink:
         """The version that this process put into the object store last."""
         self._since = 0
         """Deltas put there after the last whole version."""
+        self._probe = probe
         self._published: set[int] = set()
         """By this process."""
         self._assets = [AssetEntry(path=a.path, size=a.size, blake3=a.blake3) for a in assets]
@@ -109,7 +111,7 @@ class RelaySink:
         else:
             made = self._store.publish(
                 weights, version=version, key=self._key, assets=self._assets,
-                deltas=self._spec.deltas, quantise=self._spec.quantise,
+                deltas=self._spec.deltas, quantise=self._spec.quantise, probe=self._probe,
             )  # fmt: skip
         log.info("%s", described(made))
         self._published.add(version)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from blake3 import blake3
 
@@ -26,10 +28,15 @@ UNLIKELY = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion: its token ids, and the sum of their log-probs by the word of who sampled it."""
+    """One completion: its token ids as bytes (`packed`), and the sum of their log-probs by who sampled it."""
 
-    tokens: tuple[int, ...]
+    tokens: bytes
     logprob: float
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Token ids, four bytes each, little-endian."""
+    return np.asarray(tokens, dtype="<i4").tobytes()
 
 
 def log_chance_of_copies(n: int, k: int, logprob: float) -> float:
@@ -44,7 +51,7 @@ def log_chance_of_replay(logprobs: Sequence[float]) -> float:
 
 def copied(group: Sequence[Sample]) -> int:
     """How often the completion occurs that occurs more often than chance allows; 0 if there is none."""
-    found: dict[tuple[int, ...], list[float]] = {}
+    found: dict[bytes, list[float]] = {}
     for sample in group:
         found.setdefault(sample.tokens, []).append(sample.logprob)
     for logprobs in found.values():
@@ -60,26 +67,29 @@ def fingerprint(prompt_index: int, group: Sequence[Sample]) -> str | None:
         return None
     digest = blake3(prompt_index.to_bytes(8, "little", signed=True))
     for tokens in sorted(s.tokens for s in group):
-        digest.update(np.asarray([len(tokens), *tokens], dtype="<i8").tobytes())
+        digest.update(len(tokens).to_bytes(8, "little") + tokens)
     return digest.hexdigest()
 
 
 def groups(table: pa.Table) -> dict[str, tuple[int, list[Sample]]]:
     """Work item → (prompt index, samples) of a trajectory table."""
     found: dict[str, tuple[int, list[Sample]]] = {}
-    columns = (table.column(name).to_pylist() for name in ("work_item", "prompt_index", "completion_ids"))
-    for item, prompt, tokens, logprob in zip(*columns, _sums(table), strict=True):
-        found.setdefault(item, (prompt, []))[1].append(Sample(tuple(tokens), logprob))
+    tokens, ends = _flat(table, "completion_ids", "<i4")
+    logprobs, _ = _flat(table, "logprobs", "<f8")
+    sums = np.concatenate([[0.0], np.cumsum(logprobs)])
+    columns = (table.column(name).to_pylist() for name in ("work_item", "prompt_index"))
+    begin = 0
+    for item, prompt, end in zip(*columns, ends, strict=True):
+        sample = Sample(tokens[begin:end].tobytes(), float(sums[end] - sums[begin]))
+        found.setdefault(item, (prompt, []))[1].append(sample)
+        begin = end
     return found
 
 
-def _sums(table: pa.Table) -> Sequence[float]:
-    """Log-prob of each row's completion; of one without tokens 0."""
-    column = table.column("logprobs").combine_chunks()
-    lengths = np.asarray(column.value_lengths())
-    totals = np.concatenate([[0.0], np.cumsum(np.asarray(column.flatten(), dtype=np.float64))])
-    ends = np.cumsum(lengths)
-    return [float(total) for total in totals[ends] - totals[ends - lengths]]
+def _flat(table: pa.Table, column: str, dtype: str) -> tuple[npt.NDArray[Any], list[int]]:
+    """The values of a column of lists one after the other, and where the list of each row ends."""
+    lists = table.column(column).combine_chunks()
+    return np.asarray(lists.flatten()).astype(dtype), [int(end) for end in np.cumsum(np.asarray(lists.value_lengths()))]
 
 
 def check(table: pa.Table) -> Mapping[str, str]:

@@ -73,6 +73,8 @@ class TaskLimits(Spec):
     """Memory of each process, 2^20 bytes."""
     processes: int | None = Field(default=None, ge=1, le=256)
     """Processes side by side; null: one a processor, at most 4."""
+    network: bool = False
+    """Whether the task's code may use the network."""
     builtin: bool = False
     """Sandbox the built-in tasks, too, that otherwise run in the process that needs them."""
 
@@ -282,6 +284,8 @@ class JobSpec(Spec):
             raise ValueError(
                 'batch.prune and batch.group_policy go by the rewards that nodes compute: rewards must not be "learner"'
             )
+        if self.rewards == "learner" and self.learner.eval_by == "fleet":
+            raise ValueError('nodes don\'t score: rewards "learner" needs learner.eval_by "learner"')
         return self
 
     @field_validator("budget_usd")

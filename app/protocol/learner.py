@@ -168,11 +168,16 @@ class Published(Strict):
     """Why there is no delta."""
 
 
+DropReason = Literal["stale", "invalid", "unscored", "wrong_reward"]
+"""stale: over the staleness budget. invalid: not what was asked for. unscored: its reward can't be computed on the
+learner's side. wrong_reward: its node's rewards are not those that the learner finds."""
+
+
 class DroppedGroup(Strict):
     """A group that will never be trained on, and why."""
 
     work_item: str
-    reason: Literal["stale", "invalid"]
+    reason: DropReason
     lag: int | None = None
     """t − x when it was dropped, x the version of its oldest token; None if that is not known."""
 

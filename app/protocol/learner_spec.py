@@ -144,6 +144,9 @@ class LearnerSpec(Spec):
     """Every so many checkpoints one is put into the object store; null: only the last one of the job."""
     final: Literal["last", "best"] = "last"
     """Which weights the job ends with: those of the last step, or those with the best held-out reward."""
+    probe: bool | None = None
+    """Versions carry log-probs of some tokens, by which engines show that they have loaded them. It costs a copy of the
+    model in the learner's host memory; null: up to two billion parameters."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
 

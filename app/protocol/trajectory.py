@@ -276,7 +276,14 @@ def oldest_versions(table: pa.Table) -> dict[str, int]:
 def rollouts(table: pa.Table) -> list[Rollout]:
     """All rows as Rollout, in file order."""
     mark = quantisation(table)
-    rows = table.to_pylist()
-    for row in rows:
-        row["generated"] = None if all(row["generated"]) else row["generated"]
-    return [Rollout(**row, quantisation=mark) for row in rows]
+    rows = table.drop_columns("generated").to_pylist()
+    return [Rollout(**row, quantisation=mark, generated=own) for row, own in zip(rows, _marks(table), strict=True)]
+
+
+def _marks(table: pa.Table) -> list[list[bool] | None]:
+    """`generated` of each row, None where it is all true; few rows need a list of it."""
+    flat = _flat(table, "generated").astype(bool)
+    ends = np.concatenate([[0], np.cumsum(_lengths(table, "generated"), dtype=np.int64)])
+    foreign = np.concatenate([[0], np.cumsum(~flat)])[ends]
+    pairs = zip(itertools.pairwise(ends.tolist()), np.diff(foreign).tolist(), strict=True)
+    return [flat[a:b].tolist() if others else None for (a, b), others in pairs]

@@ -12,11 +12,14 @@ import signal
 import sys
 import threading
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 
 import httpx
 
 from app.protocol.errors import EchoError
+from app.protocol.startup import MachineFacts
 from app.rollout_agent.agent import Agent
+from app.rollout_agent.choice import engine_for
 from app.rollout_agent.config import AgentSettings, load_settings, relay_address, self_destruct
 from app.rollout_agent.engines.base import Engine
 from app.rollout_agent.engines.registry import choose_device, gpu_name, make_engine
@@ -37,8 +40,12 @@ def run_agent() -> int:
         settings = load_settings()
         if settings.tune_network:
             keep_windows()
+        facts = machine_facts(settings.agent_dir, open_nvml())
+        on_gpu = choose_device(settings.device) == "cuda"
+        chosen = engine_for(settings.engine, facts, on_gpu=on_gpu, has_vllm=find_spec("vllm") is not None)
+        settings = settings.model_copy(update={"engine": chosen})
         engine = make_engine(settings)
-        ending = asyncio.run(_run(settings, engine))
+        ending = asyncio.run(_run(settings, engine, facts, on_gpu))
     except EchoError as error:
         log.error("%s", error.detail)
         return 1
@@ -47,7 +54,7 @@ def run_agent() -> int:
     return ending.code
 
 
-async def _run(settings: AgentSettings, engine: Engine) -> Ending:
+async def _run(settings: AgentSettings, engine: Engine, facts: MachineFacts, on_gpu: bool) -> Ending:
     notices = source_of(settings.notices, os.environ)
     async with httpx.AsyncClient() as http, AsyncExitStack() as stack:
         if notices is not None:
@@ -60,8 +67,8 @@ async def _run(settings: AgentSettings, engine: Engine) -> Ending:
             self_destruct=self_destruct(os.environ),
             gpu_name=settings.gpu_name or gpu_name(),
             notices=notices,
-            facts=await asyncio.to_thread(machine_facts, settings.agent_dir, open_nvml()),
-            on_gpu=choose_device(settings.device) == "cuda",
+            facts=facts,
+            on_gpu=on_gpu,
         )
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, agent.stop)

@@ -21,7 +21,7 @@ from app.protocol.startup import MachineFacts
 from app.rollout_agent import room
 from app.rollout_agent.client import NodeClient, Unreached
 from app.rollout_agent.config import AgentSettings, RelayAddress, SelfDestruct
-from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.engines.base import Engine, StreamEngine
 from app.rollout_agent.facts import free_bytes
 from app.rollout_agent.lifecycle import Ending, LeaseWatch, ending_of, join_ending
 from app.rollout_agent.node import Node
@@ -33,7 +33,13 @@ from app.rollout_agent.startup import Startup, tell
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-"""After a signal: so long to deliver what is finished."""
+"""After a signal: so long to deliver what is finished, and to hand over what is not."""
+SIGNAL_CUT_S = 0.4
+"""After a signal: so long until samples are cut."""
+NOTICE_CUT_S = 10.0
+"""After a notice of interruption: it may come 30 seconds ahead."""
+DRAIN_CUT_S = 30.0
+"""After the word of the control service: what takes longer is finished elsewhere, by a machine that stays."""
 LEAVE_TIMEOUT_S = 5.0
 TELL_AGAIN_S = 1.0
 """A notice that was not heard is told again so soon: the machine may have 30 seconds."""
@@ -51,7 +57,7 @@ class Agent:
     def __init__(
         self,
         settings: AgentSettings,
-        engine: Engine,
+        engine: Engine | StreamEngine,
         http: httpx.AsyncClient,
         *,
         relay: RelayAddress,
@@ -121,7 +127,7 @@ class Agent:
         if self._node is None:
             self._end(Ending("stopped by a signal before the join", reachable=False))
             return
-        self._node.drain("stopped by a signal")
+        self._node.drain("stopped by a signal", SIGNAL_CUT_S)
         asyncio.get_running_loop().call_later(STOP_GRACE_S, self._end, Ending("stopped by a signal"))
 
     def _noticed(self, notice: Interruption) -> None:
@@ -130,7 +136,7 @@ class Agent:
             return
         log.warning("notice of %s: %s", notice.kind, notice.detail)
         if notice.kind == "interruption":
-            self._node.drain(f"this machine will be interrupted ({notice.detail})")
+            self._node.drain(f"this machine will be interrupted ({notice.detail})", NOTICE_CUT_S)
         self._kick.set()
 
     async def _join(self) -> tuple[float, JoinAnswer]:
@@ -218,7 +224,7 @@ class Agent:
         if directives.shutdown:
             self._end(Ending(f"told to shut down: {directives.reason}".rstrip(": ")))
         elif directives.drain:
-            node.drain(f"told to drain: {directives.reason}".rstrip(": "))
+            node.drain(f"told to drain: {directives.reason}".rstrip(": "), DRAIN_CUT_S)
 
     async def _watch(self, watch: LeaseWatch) -> None:
         while True:
@@ -250,13 +256,20 @@ class Agent:
             self._ending.set_result(ending)
 
     async def _wind_up(self, node: Node, ending: Ending) -> None:
-        self._engine.interrupt()
+        node.interrupt()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if ending.reachable:
-            unfinished = node.unfinished()[:4096]
-            await self._leave(Leave(reason=ending.reason[:500], unfinished=unfinished, unfit=ending.unfit))
+            ledger = node.ledger
+            last = Leave(
+                reason=ending.reason[:500],
+                unfinished=ledger.unfinished()[:4096],
+                tokens_generated=ledger.tokens_generated,
+                tokens_wasted=dict(ledger.tokens_wasted),
+                unfit=ending.unfit,
+            )
+            await self._leave(last)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await node.close()

@@ -19,6 +19,7 @@ from app.protocol import trajectory
 from app.protocol.errors import EchoError, Unavailable
 from app.protocol.job import SamplingSpec
 from app.protocol.node import CommitRequest, UploadSlot, WorkItem
+from app.protocol.pruning import Prune, informative
 from app.rollout_agent.engines.base import Completion, Engine, GenRequest
 from app.rollout_agent.episodes import Answer, Seat, answered, play_rounds
 from app.rollout_agent.joining import join, spanned
@@ -267,10 +268,18 @@ def rows_of(group: Group, rewards: Sequence[float]) -> list[trajectory.Rollout]:
     ]
 
 
-def to_file(groups: Sequence[Group], rewards: Mapping[str, Sequence[float]], key: str) -> TrajectoryFile:
+def sent(group: Group, rewards: Sequence[float], prune: Prune | None) -> list[trajectory.Rollout]:
+    """The rows of a whole group that go into its file: all, or of prompts to train on those worth sending."""
+    left = set(informative(rewards, prune if group.item.split == "train" else None))
+    return [row for row in rows_of(group, rewards) if row.sample_index in left]
+
+
+def to_file(
+    groups: Sequence[Group], rewards: Mapping[str, Sequence[float]], key: str, prune: Prune | None = None
+) -> TrajectoryFile:
     """The trajectory file of the groups that have rewards; there must be at least one."""
     scored = [group for group in groups if group.item.id in rewards]
-    data = trajectory.encode([row for group in scored for row in rows_of(group, rewards[group.item.id])])
+    data = trajectory.encode([row for group in scored for row in sent(group, rewards[group.item.id], prune)])
     return file_of(data, key, [group.item.id for group in scored])
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from app.protocol.errors import BadInput, EchoError, Gone, Refused, Unauthorized, Unavailable
 from app.protocol.node import CommitAnswer, Report, UploadSlot, WasteReason
+from app.protocol.pruning import Prune
 from app.rollout_agent.batch import Group, Sampled, TextSide, TrajectoryFile, score, to_file
 from app.rollout_agent.client import NodeClient, backoff
 from app.rollout_agent.ledger import WorkLedger
@@ -48,6 +49,7 @@ class Delivery:
         pool: Executor,
         *,
         max_upload_bytes: int,
+        prune: Prune | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
@@ -57,6 +59,7 @@ class Delivery:
         self._ledger = ledger
         self._pool = pool
         self._max_bytes = max_upload_bytes
+        self._prune = prune
         self._bytes_per_item = 0.0
         self._clock = clock
         self._sleep = sleep
@@ -98,7 +101,9 @@ class Delivery:
         groups = [s.group for s in scored]
         rewards = {s.group.item.id: s.rewards for s in scored}
         loop = asyncio.get_running_loop()
-        file = await loop.run_in_executor(self._pool, to_file, groups, rewards, slot.key if slot is not None else "")
+        file = await loop.run_in_executor(
+            self._pool, to_file, groups, rewards, slot.key if slot is not None else "", self._prune
+        )
         self._bytes_per_item = len(file.data) / len(groups)
         if len(file.data) > self._max_bytes:
             self._ledger.give_up(rewards)

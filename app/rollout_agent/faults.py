@@ -35,6 +35,17 @@ class Faults:
         await report_softly(self._client, report)
         self._ledger.fault("install_failed", detail)
 
+    async def died(self) -> None:
+        """The engine died while it sampled, and was loaded again."""
+        detail = "the engine died and was loaded again"
+        await report_softly(self._client, Report(kind="engine_error", subject="died", detail=detail))
+        self._ledger.fault("engine_died", detail)
+
+    async def hung(self, detail: str) -> None:
+        """Nothing comes out of the engine."""
+        self._ledger.errors["hung"] += 1
+        await report_softly(self._client, Report(kind="engine_error", subject="hung", detail=detail[:1000]))
+
     async def lied(self, source: Source, version: int, detail: str) -> None:
         """A source sent what its signature contradicts. `version` −1: it can't be told."""
         await self._upstream("upstream_lied", source, version, detail)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from app.protocol.node import Heartbeat, Interruption, NodeState
 from app.protocol.startup import StartProgress
 from app.rollout_agent.client import NodeClient
+from app.rollout_agent.flow import FlowMeter
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.links import measured_links
 from app.rollout_agent.measure import Meter, Rates
@@ -24,7 +25,7 @@ def describe(
     *,
     client: NodeClient,
     ledger: WorkLedger,
-    meter: Meter | None,
+    meter: Meter | FlowMeter | None,
     puller: Puller | None,
     relay: Relay | None,
     news: News,

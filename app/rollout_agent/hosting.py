@@ -35,8 +35,8 @@ class Host(Protocol):
         """`load` of the engine, from the node's model folder."""
         ...
 
-    async def install(self, snapshot: Snapshot, pin: Pin) -> Tainted | None:
-        """Put a version in force, as `put_in_force`."""
+    async def install(self, snapshot: Snapshot) -> Tainted | None:
+        """Put a version in force, as `put_in_force`. The caller keeps the snapshot on the disk meanwhile."""
         ...
 
     def interrupt(self) -> None:
@@ -60,8 +60,8 @@ class BatchHost:
         """See Host."""
         await asyncio.get_running_loop().run_in_executor(self._pool, self._engine.load, self._model)
 
-    async def install(self, snapshot: Snapshot, pin: Pin) -> Tainted | None:
-        """Between two batches; the caller has pinned the snapshot for that long."""
+    async def install(self, snapshot: Snapshot) -> Tainted | None:
+        """Between two batches."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, put_in_force, self._engine, self._model, snapshot)
 
@@ -76,9 +76,10 @@ class BatchHost:
 
 
 class StreamHost:
-    """An engine that samples all the time; `died` is told what it died of before it is revived."""
+    """An engine that samples all the time. `pin`, once there is one, keeps the version in force on the disk."""
 
     def __init__(self, engine: StreamEngine, model: Path) -> None:
+        self.pin: Pin = lambda _: contextlib.nullcontext()
         self._engine = engine
         self._model = model
         self._swapping = asyncio.Lock()
@@ -90,12 +91,12 @@ class StreamHost:
         async with self._swapping:
             await self._engine.load(self._model)
 
-    async def install(self, snapshot: Snapshot, pin: Pin) -> Tainted | None:
+    async def install(self, snapshot: Snapshot) -> Tainted | None:
         """While samples run."""
         async with self._swapping:
             mended = await put_in_force_live(self._engine, self._model, snapshot)
             kept = contextlib.ExitStack()
-            kept.enter_context(pin(snapshot.version))
+            kept.enter_context(self.pin(snapshot.version))
             self._pins.close()
             self._pins, self._in_force = kept, snapshot
             return mended

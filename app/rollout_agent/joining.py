@@ -47,7 +47,8 @@ def tidy(spans: Sequence[Span], tokens: int) -> tuple[Span, ...]:
     """
     kept: list[Span] = []
     ordered = [Span(span.version, 0 if i == 0 else span.start) for i, span in enumerate(spans)]
-    for span, end in zip(ordered, [*(span.start for span in ordered[1:]), tokens], strict=True):
+    ends = [span.start for span in ordered[1:]] + [tokens]
+    for span, end in zip(ordered, ends, strict=False):
         if span.start >= min(end, tokens) or (kept and kept[-1].version == span.version):
             continue
         kept.append(span)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from app.protocol.errors import EchoError, Gone, Unauthorized
 from app.protocol.node import Directives
 from app.rollout_agent.room import Unfit
+from app.rollout_agent.stalls import Hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def ending_of(error: BaseException, part: str) -> Ending:
             f"the control service no longer knows this node: {error.detail}", code=1, reachable=False, destroy=True
         )
     detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, Unfit):
+    if isinstance(error, Unfit | Hung):
         return Ending(detail[:500], code=1, unfit=True)
     return Ending(f"{part}: {detail}"[:500], code=1)
 

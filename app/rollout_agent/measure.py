@@ -64,6 +64,15 @@ class Meter:
             return None
         return Rates(self._rollouts / self._seconds, self._tokens / self._seconds)
 
+    def running_s(self, now: float) -> float:
+        """Seconds that the batch that is generated now has taken; 0 when there is none."""
+        return now - self._running_since if self._running_since is not None else 0.0
+
+    @property
+    def usual_s(self) -> float | None:
+        """Mean duration of the batches of the last half minute; None before the first one."""
+        return sum(end - begin for begin, end in self._spans) / len(self._spans) if self._spans else None
+
     def busy_share(self, now: float) -> float | None:
         """Share of the last half minute (or of the time since the first batch) spent generating."""
         if self._since is None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 
@@ -22,17 +23,19 @@ from app.rollout_agent.batch import TextSide
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.closing import close_parts
 from app.rollout_agent.config import AgentSettings, RelayAddress
-from app.rollout_agent.delivery import Delivery
-from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.engines.base import Engine, StreamEngine
+from app.rollout_agent.engines.registry import is_stream
 from app.rollout_agent.faults import Faults
 from app.rollout_agent.heartbeats import describe
-from app.rollout_agent.installing import put_in_force
-from app.rollout_agent.leasing import WorkSource
+from app.rollout_agent.hosting import StreamHost
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.measure import Rates
+from app.rollout_agent.stalls import StallWatch
 from app.rollout_agent.startup import Startup
+from app.rollout_agent.stream import StreamWorker
 from app.rollout_agent.task_side import open_task, score_threads
 from app.rollout_agent.worker import Worker
+from app.rollout_agent.working import Parts, make_host, make_worker
 from app.snapshots.puller import Puller
 from app.snapshots.rates import News
 from app.snapshots.relay import Relay
@@ -52,7 +55,7 @@ class Node:
         settings: AgentSettings,
         joined: JoinAnswer,
         client: NodeClient,
-        engine: Engine,
+        engine: Engine | StreamEngine,
         relay: RelayAddress,
         changed: Callable[[], None],
         clock: Callable[[], float],
@@ -71,6 +74,7 @@ class Node:
         self._probe: Rates | None = None
         """What the self-test found."""
         self._engine_pool = ThreadPoolExecutor(1, "engine")
+        self._host = make_host(engine, self._folder / "model", self._engine_pool)
         self._score_pool = ThreadPoolExecutor(score_threads(joined.task), "score")
         self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT)
         self._ledger = WorkLedger(clock)
@@ -78,7 +82,7 @@ class Node:
         self._news = News()
         self._relay: Relay | None = None
         self._puller: Puller | None = None
-        self._worker: Worker | None = None
+        self._worker: Worker | StreamWorker | None = None
         self._draining = asyncio.Event()
         self._state = NodeState.JOINING
         self._version: int | None = None
@@ -106,20 +110,28 @@ class Node:
             log.info("the control service says: %s", directives.reason)
         self.directives = directives
 
-    def drain(self, reason: str) -> None:
-        """Lease nothing more; `run` ends once what is generated is delivered. A second call changes nothing."""
+    def drain(self, reason: str, within_s: float) -> None:
+        """Lease nothing more; what is not generated in `within_s` seconds is handed over to other nodes. `run` ends
+        once all is delivered. A second call can only shorten that time."""
         if self._draining.is_set():
+            if self._worker is not None:
+                self._worker.drain(within_s)
             return
         log.info("draining: %s", reason)
         self.drain_reason = reason
         self._set_state(NodeState.DRAINING)
         if self._worker is not None:
-            self._worker.drain()
+            self._worker.drain(within_s)
         self._draining.set()
 
-    def unfinished(self) -> list[str]:
-        """Work items to hand back."""
-        return self._ledger.unfinished()
+    def interrupt(self) -> None:
+        """Sample nothing more: the node ends at once."""
+        self._host.interrupt()
+
+    @property
+    def ledger(self) -> WorkLedger:
+        """What there is to hand back, and the counts."""
+        return self._ledger
 
     @property
     def bytes_relayed(self) -> int | None:
@@ -151,10 +163,9 @@ class Node:
 
     async def close(self) -> None:
         """Stop the relay and free the engine. Raises TimeoutError when one of them does not come to an end."""
-        await close_parts(self._relay, self._pull_http, self._engine.close, self._engine_pool, self._score_pool)
+        await close_parts(self._relay, self._pull_http, self._host.close, self._engine_pool, self._score_pool)
 
     async def _live(self) -> None:
-        loop = asyncio.get_running_loop()
         model = self._folder / "model"
         loading = asyncio.create_task(open_task(self._client, self._joined, self._folder / "task"))
         try:
@@ -162,7 +173,7 @@ class Node:
             self._startup.enter(StartPhase.FETCHING)
             await fetch_assets(self._client, self._joined.assets, model, self._startup.bytes)
             self._startup.enter(StartPhase.LOADING)
-            await loop.run_in_executor(self._engine_pool, self._engine.load, model)
+            await self._host.load()
             text = TextSide(
                 await loading,
                 self._engine.tokenizer,
@@ -179,9 +190,11 @@ class Node:
             job_id=self._joined.job_id,
             public_key=self._joined.manifest_public_key,
         )
+        if isinstance(self._host, StreamHost):
+            self._host.pin = store.pin
         await self._start_relay(store)
         puller = self._make_puller(store)
-        worker = self._make_worker(text)
+        worker = make_worker(self._host, self._engine, text, self._parts())
         self._puller, self._worker = puller, worker
         if self._draining.is_set():
             return
@@ -189,14 +202,31 @@ class Node:
         self._set_state(NodeState.WARMING)
         pulling = asyncio.create_task(self._pull(store, puller), name="puller")
         working = asyncio.create_task(worker.run(), name="worker")
+        watching = asyncio.create_task(self._stall_watch(worker).run(), name="stalls")
+        parts = (pulling, working, watching)
         try:
-            done, _ = await asyncio.wait({pulling, working}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in (pulling, working):
+            for task in parts:
                 task.cancel()
-            await asyncio.gather(pulling, working, return_exceptions=True)
+            await asyncio.gather(*parts, return_exceptions=True)
+
+    def _stall_watch(self, worker: Worker | StreamWorker) -> StallWatch:
+        """An engine that streams is asked whether it lives, and restarted; one that is called from its own thread can
+        be neither."""
+        host, engine = self._host, self._engine
+        usual = partial(selftest.usual_s, max_tokens=self._joined.sampling.max_tokens)
+        recent = worker.meter if isinstance(worker, Worker) else None
+        return StallWatch(
+            stalled_s=lambda: worker.stalled_s,
+            usual_s=lambda: usual(self._probe, recent.usual_s if recent is not None else None),
+            healthy=engine.healthy if is_stream(engine) else None,
+            restart=host.restart if isinstance(host, StreamHost) else None,
+            report=self._faults.hung,
+            clock=self._clock,
+        )
 
     async def _start_relay(self, store: SnapshotStore) -> None:
         """Serve peers if they can reach this machine; without a relay the node is a leaf."""
@@ -232,25 +262,16 @@ class Node:
             client=self._pull_http,
         )
 
-    def _make_worker(self, text: TextSide) -> Worker:
-        delivery = Delivery(
-            self._client,
-            text,
-            self._ledger,
-            self._score_pool,
-            max_upload_bytes=self._joined.max_upload_bytes,
-            clock=self._clock,
-        )
-        source = WorkSource(self._client, self._ledger, lambda: self._version, clock=self._clock)
-        return Worker(
-            self._client,
-            self._engine,
-            text,
-            source,
-            delivery,
-            self._ledger,
-            sampling=self._joined.sampling,
+    def _parts(self) -> Parts:
+        return Parts(
+            joined=self._joined,
+            client=self._client,
+            ledger=self._ledger,
+            faults=self._faults,
             engine_pool=self._engine_pool,
+            score_pool=self._score_pool,
+            version=lambda: self._version,
+            directives=lambda: self.directives,
             clock=self._clock,
         )
 
@@ -265,11 +286,9 @@ class Node:
         return [Source(kind=u.kind, url=u.url, node_id=u.node_id) for u in self.directives.upstreams]
 
     async def _install(self, snapshot: Snapshot) -> None:
-        """Install between two batches. A node that can't install even its first version ends."""
+        """Install, between two batches or while samples run. A node that is left without a version ends."""
         try:
-            mended = await asyncio.get_running_loop().run_in_executor(
-                self._engine_pool, put_in_force, self._engine, self._folder / "model", snapshot
-            )
+            mended = await self._host.install(snapshot)
         except (EchoError, RuntimeError) as error:
             await self._faults.not_installed(snapshot, error)
             if self._engine.version is None:

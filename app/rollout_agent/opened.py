@@ -1,24 +1,20 @@
-"""Groups between their lease and the file: what is known of them, when they are let go, which share a file.
+"""Groups between their lease and the file: what is known of them, and when they are let go.
 
-Invariant: what is known of a sample only grows; a group whose lease is over, or of another kind, never shares a file
-with others, since a file is refused as a whole.
+Invariant: what is known of a sample only grows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.protocol.errors import Unavailable
-from app.protocol.node import WasteReason, WorkItem
+from app.protocol.node import WorkItem
 from app.rollout_agent.batch import CUT, Begun, Group
-from app.rollout_agent.delivery import Scored
 from app.rollout_agent.engines.base import Completion
 from app.rollout_agent.joining import oldest
 from app.tasks.base import Prompt
-
-Verdict = WasteReason
 
 
 @dataclass(slots=True)
@@ -32,20 +28,17 @@ class Open:
     prompt: Prompt | None = None
     prompt_ids: Sequence[int] = ()
     samples: list[Completion | None] = field(default_factory=list)
+    pending: int = 0
+    """How many samples are not finished."""
     task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.samples = [None] * self.item.group_size
+        self.take_up([None] * self.item.group_size)
 
     @property
     def missing(self) -> list[int]:
         """Indices of the samples that are not finished."""
-        return [i for i, s in enumerate(self.samples) if s is None or s.finish_reason == CUT]
-
-    @property
-    def pending(self) -> int:
-        """How many these are."""
-        return len(self.missing)
+        return [i for i, sample in enumerate(self.samples) if not _ended(sample)]
 
     @property
     def tokens(self) -> int:
@@ -62,14 +55,12 @@ class Open:
     def take_up(self, begun: Begun) -> None:
         """Go on from what another node has sampled."""
         self.samples = list(begun)
+        self.pending = len(self.missing)
 
-    def keeper(self, index: int) -> Callable[[Completion], None]:
-        """What takes in news of one sample."""
-
-        def keep(sample: Completion) -> None:
-            self.samples[index] = sample
-
-        return keep
+    def keep(self, index: int, sample: Completion) -> None:
+        """What is known of one sample now."""
+        self.pending += _ended(self.samples[index]) - _ended(sample)
+        self.samples[index] = sample
 
     def oldest_version(self) -> int | None:
         """The oldest version that has, or will have, a part in it."""
@@ -83,22 +74,12 @@ class Open:
         return Group(self.item, prompt, self.prompt_ids, self.deadline, tuple(self.samples), quantisation)
 
 
-def judge(opened: Open, now: float, floor: int | None, hopeless_after_s: float) -> Verdict | None:
-    """Why a group is not worth going on with at `now`: too old for the learner, or its lease long over; None: it is."""
+def is_stale(opened: Open, now: float, floor: int | None, hopeless_after_s: float) -> bool:
+    """Whether a group is not worth going on with at `now`: too old for the learner, or its lease long over."""
     version = opened.oldest_version()
     too_old = floor is not None and version is not None and version < floor
-    return "stale" if too_old or now > opened.deadline + hopeless_after_s else None
+    return too_old or now > opened.deadline + hopeless_after_s
 
 
-def shareable(ready: Sequence[Scored], most: int | None, now: float) -> list[Scored]:
-    """The first group that waits, and those that may go into one file with it, at most `most` in all."""
-    first = ready[0].group
-    alike = [first.item.split, first.quantisation]
-
-    def fits(scored: Scored) -> bool:
-        group = scored.group
-        return group.deadline > now and [group.item.split, group.quantisation] == alike
-
-    if first.deadline <= now:
-        return [ready[0]]
-    return [ready[0], *filter(fits, ready[1:])][: most or None]
+def _ended(sample: Completion | None) -> bool:
+    return sample is not None and sample.finish_reason != CUT

@@ -28,19 +28,22 @@ log = logging.getLogger(__name__)
 
 TRIES = 6
 """So often in a row without a token, and a sample is given up."""
-NOTHING = Completion([], [], CUT)
+NOTHING = Completion([], [], "abort")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is to be sampled: sample `index` of `item`, from `begun` on. `keep` gets what is known of it, as it grows."""
+    """What is to be sampled: sample `index` of `item`, from `begun` on.
+
+    `keep` is told, by index, what is known of it, as it grows.
+    """
 
     item: WorkItem
     prompt_ids: Sequence[int]
     index: int
     sampling: SamplingSpec
     answer: Answer
-    keep: Callable[[Completion], object]
+    keep: Callable[[int, Completion], None]
     begun: Completion | None = None
 
 
@@ -84,7 +87,7 @@ class Sampler:
             return await self._turn(ask, ids, start, max_tokens)
 
         sample = await play(turn, ask.answer, ask.prompt_ids, ask.sampling.max_tokens, ask.begun)
-        ask.keep(sample)
+        ask.keep(ask.index, sample)
         return sample
 
     async def _turn(self, ask: Ask, ids: Sequence[int], start: int, max_tokens: int) -> Completion:
@@ -102,7 +105,7 @@ class Sampler:
                 await self._sleep(backoff(barren - 1, self._jitter()))
             got = join(got, piece)
             if begun is not None or start == 0:
-                ask.keep(join(begun, got))
+                ask.keep(ask.index, join(begun, got))
         return got
 
     async def _piece(self, ids: Sequence[int], seed: int, max_tokens: int, temperature: float) -> Completion:

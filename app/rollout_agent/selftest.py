@@ -18,6 +18,7 @@ from typing import Any, cast
 from app.protocol.errors import EchoError
 from app.protocol.job import SamplingSpec
 from app.rollout_agent.engines.base import Completion, Engine, GenRequest, Interrupted, StreamEngine
+from app.rollout_agent.engines.registry import is_stream
 from app.rollout_agent.measure import Rates
 from app.rollout_agent.room import Unfit
 
@@ -75,6 +76,14 @@ def rates(completions: Sequence[Completion], seconds: float, tokens_each: int) -
     return Rates(per_s / (mean if tokens_each <= TOKENS else tokens_each), per_s)
 
 
+def usual_s(probe: Rates | None, recent_s: float | None, *, max_tokens: int) -> float | None:
+    """How long a batch, or one sample among many, takes on this machine at its longest: as the self-test's speed has
+    it, or as the last ones did. None while neither is known."""
+    longest = SAMPLES[-1] * max_tokens / probe.tokens_per_s if probe is not None and probe.tokens_per_s else None
+    known = [seconds for seconds in (longest, recent_s) if seconds is not None]
+    return max(known, default=None)
+
+
 async def examine(sample: Sampler, shape: Shape, *, max_tokens: int, clock: Callable[[], float]) -> Rates:
     """Generate, check, measure. `max_tokens` is the job's. Raises Unfit with what is wrong; Interrupted if the engine
     was told to end meanwhile."""
@@ -111,9 +120,7 @@ def shape_for(model: Path, tokenizer: Any, max_tokens: int) -> Shape:
 
 def sampler(engine: Engine | StreamEngine, pool: Executor, sampling: SamplingSpec) -> Sampler:
     """How to sample with this engine, whichever kind it is."""
-    if hasattr(engine, "healthy"):
-        return of_streams(cast(StreamEngine, engine), sampling)
-    return of_batches(engine, pool, sampling)
+    return of_streams(engine, sampling) if is_stream(engine) else of_batches(cast(Engine, engine), pool, sampling)
 
 
 def of_batches(engine: Engine, pool: Executor, sampling: SamplingSpec) -> Sampler:
@@ -121,7 +128,7 @@ def of_batches(engine: Engine, pool: Executor, sampling: SamplingSpec) -> Sample
 
     async def sample(shape: Shape) -> list[Completion]:
         spec = sampling.model_copy(update={"max_tokens": shape.max_tokens})
-        prompts = min(PROMPTS, shape.samples)
+        prompts = max(count for count in range(1, PROMPTS + 1) if shape.samples % count == 0)
         requests = [GenRequest(shape.prompt, shape.samples // prompts, seed, spec) for seed in range(prompts)]
         return await asyncio.get_running_loop().run_in_executor(pool, engine.generate, requests)
 

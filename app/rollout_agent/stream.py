@@ -15,16 +15,17 @@ from concurrent.futures import Executor
 
 from app.protocol.errors import EchoError, Gone, Unauthorized
 from app.protocol.job import SamplingSpec
-from app.protocol.node import Report
+from app.protocol.node import Report, WasteReason
 from app.rollout_agent.batch import Batch, TextSide, sampling_of
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.concurrency import MAX_SAMPLES, Bounds, first_target, next_target
-from app.rollout_agent.delivery import HOPELESS_AFTER_S, Delivery, Scored, report_softly
+from app.rollout_agent.delivery import HOPELESS_AFTER_S, Delivery, report_softly
 from app.rollout_agent.engines.base import StreamEngine
 from app.rollout_agent.flow import FlowMeter
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkerFault, WorkLedger
-from app.rollout_agent.opened import Open, Verdict, judge, shareable
+from app.rollout_agent.opened import Open, is_stale
+from app.rollout_agent.outbox import Outbox
 from app.rollout_agent.partials import Partials
 from app.rollout_agent.sampling import Ask, Sampler
 
@@ -84,12 +85,11 @@ class StreamWorker:
         self._bounds = Bounds(group_size, max(MAX_SAMPLES, group_size), group_size)
         self._target = first_target(self._bounds)
         self._open: dict[str, Open] = {}
-        self._ready: list[Scored] = []
-        self._closed = False
         self._unscored = 0
         self._drain_by = 0.0
         self._installed, self._draining = asyncio.Event(), asyncio.Event()
-        self._freed, self._news, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._freed, self._hurry = asyncio.Event(), asyncio.Event()
+        self._outbox = Outbox(delivery, clock, self._freed.set)
         self._tasks: asyncio.TaskGroup | None = None
         self.meter = FlowMeter()
 
@@ -128,13 +128,12 @@ class StreamWorker:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 feeding = [tasks.create_task(self._feed()), tasks.create_task(self._look_for_ever())]
-                tasks.create_task(self._deliver())
+                tasks.create_task(self._outbox.run())
                 await self._draining.wait()
                 for task in feeding:
                     task.cancel()
                 await self._wind_down()
-                self._closed = True
-                self._news.set()
+                self._outbox.close()
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
         finally:
@@ -156,7 +155,7 @@ class StreamWorker:
         """Groups to ask for; 0: it is not worth a request yet."""
         groups = (self._target.samples - self.in_flight) // self._group_size
         worth = max(1, self._target.samples // EAGER // self._group_size)
-        return 0 if groups < worth or len(self._ready) >= MAX_READY else min(groups, MAX_LEASE)
+        return 0 if groups < worth or len(self._outbox) >= MAX_READY else min(groups, MAX_LEASE)
 
     def _start(self, batch: Batch) -> None:
         if self._tasks is None or self._draining.is_set():
@@ -166,6 +165,7 @@ class StreamWorker:
             opened = Open(item, batch.deadlines[item.id], self._clock(), self._engine.version)
             self._open[item.id] = opened
             opened.task = self._tasks.create_task(self._work_on(opened))
+        self._level()
 
     async def _work_on(self, opened: Open) -> None:
         """One group from its lease to the queue of what is to be handed in."""
@@ -182,10 +182,10 @@ class StreamWorker:
             await self._failed(opened, error)
             return
         finally:
+            self._level()
             self._freed.set()
         self._open.pop(opened.item.id, None)
-        self._ready += scored
-        self._news.set()
+        self._outbox.put(scored)
         self._unscored = 0 if scored else self._unscored + 1
         if self._unscored >= UNSCORED:
             self._unscored = 0
@@ -207,24 +207,16 @@ class StreamWorker:
             async with asyncio.TaskGroup() as samples:
                 for index in opened.missing:
                     begun = opened.samples[index]
-                    keep = opened.keeper(index)
-                    ask = Ask(opened.item, opened.prompt_ids, index, sampling, answer, keep, begun)
+                    ask = Ask(opened.item, opened.prompt_ids, index, sampling, answer, opened.keep, begun)
                     samples.create_task(self._one(ask))
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
     async def _one(self, ask: Ask) -> None:
-        self._level()
-        try:
-            sample = await self._sampler.one_sample(ask)
-        finally:
-            self._freed.set()
+        sample = await self._sampler.one_sample(ask)
         before = 0 if ask.begun is None else len(ask.begun.token_ids)
         self.meter.finished(self._clock(), len(sample.token_ids) - before)
-        self._level()
-
-    def _level(self) -> None:
-        self.meter.level(self._clock(), self.in_flight, self._target.samples)
+        self._freed.set()
 
     async def _failed(self, opened: Open, error: EchoError | RuntimeError) -> None:
         """A group that can't be sampled: reported, counted, given up."""
@@ -233,7 +225,7 @@ class StreamWorker:
         await report_softly(self._client, Report(kind="engine_error", subject="generate", detail=detail[:1000]))
         self._ledger.fault("engine_error", detail)
 
-    def _drop(self, opened: Open, reason: Verdict) -> None:
+    def _drop(self, opened: Open, reason: WasteReason) -> None:
         self._open.pop(opened.item.id, None)
         self._ledger.waste(reason, opened.tokens)
         self._ledger.give_up([opened.item.id])
@@ -247,29 +239,21 @@ class StreamWorker:
     async def look(self) -> None:
         """Follow the engine's figures, and let go of groups that nobody wants any more."""
         for opened in list(self._open.values()):
-            verdict = judge(opened, self._clock(), self._oldest_admissible(), HOPELESS_AFTER_S)
-            if verdict is not None and opened.task is not None:
-                log.info("work item %s is %s and is given up", opened.item.id, verdict)
+            if opened.task is not None and is_stale(opened, self._clock(), self._oldest_admissible(), HOPELESS_AFTER_S):
+                log.info("work item %s is too old or too late, and given up", opened.item.id)
                 opened.task.cancel()
-                self._drop(opened, verdict)
+                self._drop(opened, "stale")
         try:
             load = await self._engine.load_figures()
         except EchoError as error:
             log.debug("no figures from the engine: %s", error.detail)
             return
         self._target = next_target(self._target, self.in_flight, load, self._bounds)
+        self._level()
         self._freed.set()
 
-    async def _deliver(self) -> None:
-        while self._ready or not self._closed:
-            if not self._ready:
-                self._news.clear()
-                await self._news.wait()
-                continue
-            together = shareable(self._ready, self._delivery.items_that_fit(), self._clock())
-            self._ready = [scored for scored in self._ready if scored not in together]
-            await self._delivery.hand_in(together)
-            self._freed.set()
+    def _level(self) -> None:
+        self.meter.level(self._clock(), self.in_flight, self._target.samples)
 
     async def _wind_down(self) -> None:
         """Finish what ends in time, cut the rest, and hand over what there is of it."""

@@ -69,6 +69,11 @@ class Worker:
         self._sizer = BatchSizer()
         self.meter = Meter()
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the batch that is generated now began; 0 while there is none."""
+        return self.meter.running_s(self._clock())
+
     def installed(self) -> None:
         """A version is installed: work may be leased under it."""
         self._installed.set()

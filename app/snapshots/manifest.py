@@ -72,6 +72,20 @@ class DeltaOf(Strict):
     result_blake3: Hash
 
 
+class Probe(Strict):
+    """Tokens, and what the published weights say of them: `logprobs[i]` is the natural log-probability of
+    `token_ids[i + 1]` after `token_ids[: i + 1]`, at temperature 1. Under an adapter, of the base model with it."""
+
+    token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2, max_length=1024)
+    logprobs: list[Annotated[float, Field(le=0, allow_inf_nan=False)]]
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Self:
+        if len(self.logprobs) != len(self.token_ids) - 1:
+            raise ValueError("a probe has one log-prob for each token but the first")
+        return self
+
+
 class Manifest(Strict):
     """What a version consists of, or (kind `delta`) what leads to it from version `base`.
 
@@ -96,15 +110,17 @@ class Manifest(Strict):
     """Of a delta only; a full manifest's text doesn't have the field."""
     quantisation: Literal["int8"] | None = None
     """How I8 tensors and their scales, F32 tensors `{name}.scale`, were made. The text has it only if it isn't None."""
+    probe: Probe | None = None
+    """What an engine that has loaded this version must say. The text has it only if it isn't None."""
 
     @model_validator(mode="after")
     def _kind(self) -> Self:
         if self.kind == "full" and (self.base is not None or self.delta or self.codec != "safetensors"):
             raise ValueError("a full snapshot has no base, no delta and the codec safetensors")
         if self.kind == "delta":
-            others = self.tensors or self.assets or self.quantisation
+            others = self.tensors or self.assets or self.quantisation or self.probe
             if self.base is None or self.delta is None or self.codec != "delta" or others:
-                raise ValueError("a delta has a base, the codec delta, what it gives, and neither tensors nor assets")
+                raise ValueError("a delta has a base, the codec delta, what it gives, and nothing that its version has")
             if self.base >= self.version:
                 raise ValueError("a delta's base must be an older version")
         return self
@@ -175,7 +191,7 @@ def leaf_bytes_for(payload_bytes: int, at_least: int, at_most: int) -> int:
     return size
 
 
-_RARE = ("delta", "quantisation")
+_RARE = ("delta", "quantisation", "probe")
 """Fields that the text has only when they say something: readers that don't know them read all other manifests."""
 
 

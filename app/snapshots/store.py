@@ -20,7 +20,7 @@ from app.snapshots.codec import encode_full
 from app.snapshots.deltas import DeltaFile, build, check_pair
 from app.snapshots.files import DOCUMENT, PAYLOAD, WHOLE_DOCUMENT, sync_folder, write_synced
 from app.snapshots.incoming import Incoming, Reader, Snapshot
-from app.snapshots.manifest import MAX_VERSION, AssetEntry, Manifest, public_hex, sign, verify
+from app.snapshots.manifest import MAX_VERSION, AssetEntry, Manifest, Probe, public_hex, sign, verify
 from app.snapshots.publish import Made, Publication, describe, make_delta
 from app.snapshots.shelf import Shelf, hash_file
 from app.snapshots.upload import upload
@@ -63,10 +63,12 @@ class SnapshotStore(Shelf):
         assets: Sequence[AssetEntry] = (),
         deltas: bool = True,
         quantise: Literal["int8"] | None = None,
+        probe: Callable[[Path], Probe] | None = None,
     ) -> Publication:
         """Learner: encode, hash, sign and announce a version, with the delta from the version before it if that pays.
 
         `quantise`: what nodes get, and sample with, are these weights in eight bits; `state` itself stays as it is.
+        `probe` is asked what the payload's weights say of some tokens; what it raises ends the publish.
         Blocks; call it in a thread. Publishing the same weights again (after a restart) returns what is there. Raises
         Conflict for other weights under a published version or for a version older than the newest, BadInput for a
         state that can't be encoded or a key that isn't this store's.
@@ -88,6 +90,8 @@ class SnapshotStore(Shelf):
             known = self._already(manifest)
             if known is not None:
                 return self.published(known)
+            if probe is not None:
+                manifest = manifest.model_copy(update={"probe": probe(folder / PAYLOAD)})
             document = sign(manifest, key)
             write_synced(folder / DOCUMENT, document)
             made = Made(None, b"", None, "deltas are off")

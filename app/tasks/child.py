@@ -20,9 +20,8 @@ import functools
 import io
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from app.tasks.confine import allow_cpu, confine
 
@@ -30,9 +29,9 @@ _Ask = Mapping[str, Any]
 PROMPTS_KEPT = 256
 
 
-def main(memory_bytes: int) -> int:
+def main(memory_bytes: int, *, network: bool) -> int:
     """Confine this process and serve. The exit status: 0 when the input ended."""
-    cut = confine(memory_bytes)
+    cut = confine(memory_bytes, network=network)
     asks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -116,7 +115,3 @@ class _Served:
     def _respond(self, ask: _Ask) -> dict[str, Any]:
         reply = self._task.respond(self._prompt(ask["split"], ask["index"]), ask["turns"])
         return {"text": None if reply is None else str(reply.text)}
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(cast(str, sys.argv[1]))))

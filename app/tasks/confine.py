@@ -24,19 +24,20 @@ _WAYS = (
     (_NEWUSER | _NEWNET, ["network"]),
     (_NEWNET, ["network"]),
 )
-MAX_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 1 << 30
 MAX_OPEN_FILES = 256
 WATCH_S = 0.5
 
 
-def confine(memory_bytes: int) -> list[str]:
-    """Go on in a forked process without network and without sight of others, as far as that can be had.
+def confine(memory_bytes: int, *, network: bool = False) -> list[str]:
+    """Go on in a forked process without network and without sight of others, as far as that can be had. `network`:
+    keep the network.
 
     Returns, in the new process only, what it is cut off from: some of `network`, `processes`, `proc`. The old one
     stays as its keeper: it ends when the new one ends, and kills it when its own parent is gone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    cut = _unshare(libc)
+    cut = _unshare(libc, keep=_NEWNET if network else 0)
     parent = os.getppid()
     child = os.fork()
     if child:
@@ -65,12 +66,12 @@ def allow_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _unshare(libc: ctypes.CDLL) -> list[str]:
+def _unshare(libc: ctypes.CDLL, keep: int) -> list[str]:
     if sys.platform != "linux":
         return []
     for flags, cut in _WAYS:
-        if libc.unshare(flags) == 0:
-            return list(cut)
+        if libc.unshare(flags & ~keep) == 0:
+            return [word for word in cut if word != "network" or not keep]
     return []
 
 

@@ -185,4 +185,3 @@ def _check_apart(train: _Lines, heldout: _Lines) -> None:
         first = ", ".join(f"line {held} (line {number} of train)" for held, number in pairs[:5])
         detail = f"{len(both)} held-out prompts are training prompts, too: {first}; take them out of one of the files"
         raise wrong_params("/heldout", detail)
-

@@ -9,9 +9,9 @@ text, whatever the seed.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -171,23 +171,28 @@ def _before(deal: Deal, turns: Sequence[str]) -> _Hand:
 def _opponent(hand: _Hand, deal: Deal) -> _Hand:
     """Let the opponent act until the policy is to act or the hand is over."""
     while hand.state.to_act == 1 - deal.seat:
-        chance = zlib.crc32(f"{deal.script}/{hand.decisions}".encode()) / 2**32
-        action = opponent_action(hand.state, deal.other, chance)
+        action = opponent_action(hand.state, deal.other, chance(deal.script, hand.decisions))
         state = play(hand.state, action)
         hand = _Hand(state, (*hand.done, action), hand.turned or state.round > hand.state.round, hand.decisions + 1)
     return hand
 
 
-def opponent_action(state: State, card: str, chance: float) -> Action:
-    """What the opponent does with its card, `chance` uniform in [0, 1): strong hands bet, weak ones sometimes bluff."""
+def chance(script: int, decision: int) -> float:
+    """The number in [0, 1) that decides what the opponent does."""
+    digest = hashlib.blake2b(f"{script}/{decision}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def opponent_action(state: State, card: str, luck: float) -> Action:
+    """What the opponent does with its card, `luck` uniform in [0, 1): strong hands bet, weak ones sometimes bluff."""
     pair = state.round == 1 and card == state.common
     best = pair or (state.round == 0 and card == RANKS[-1])
     if not state.owed:
-        return Action.BET if best or chance < 0.25 else Action.CHECK
+        return Action.BET if best or luck < 0.25 else Action.CHECK
     if best and Action.RAISE in state.legal:
         return Action.RAISE
     folds = 0.0 if best else {"J": 0.75, "Q": 0.25, "K": 0.0}[card]
-    return Action.FOLD if chance < folds else Action.CALL
+    return Action.FOLD if luck < folds else Action.CALL
 
 
 def _told(hand: _Hand, deal: Deal) -> str:

@@ -177,7 +177,9 @@ class _Pool:
         with self._lock:
             if self._closed:
                 raise TaskFailed("the task was closed")
-            process = WorkerProcess(Path(self._scratch.name), self._limits.memory_mb << 20)
+            process = WorkerProcess(
+                Path(self._scratch.name), self._limits.memory_mb << 20, network=self._limits.network
+            )
             self._alive.add(process)
         try:
             self._about = process.ask(self._load, self._limits.load_timeout_s)

@@ -6,9 +6,11 @@ likes: whoever calls it bounds that from outside, since the package's own timeou
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from app.tasks.names import wrong_params
 
@@ -59,10 +61,12 @@ SCORERS: Mapping[str, Scorer] = {"exact": exact, "contains": contains, "number":
 
 def _math() -> Scorer:
     try:
-        from math_verify import parse, verify
+        package: Any = importlib.import_module("math_verify")
     except ImportError as error:
         detail = "scorer math needs the package math-verify on the service, the learner and the nodes: echo2[math]"
         raise wrong_params("/scorer", detail) from error
+
+    parse, verify = package.parse, package.verify
 
     def score(answer: str, text: str) -> float:
         # A bare formula is only read as one between dollars.

@@ -25,17 +25,20 @@ MAX_ANSWER_BYTES = 16 << 20
 ENVIRONMENT_KEPT = ("LANG", "LC_ALL", "TZ")
 END_S = 5.0
 _TOP = str(Path(__file__).parents[2])
-_PROGRAM = "import sys; sys.path.insert(0, {top!r}); from app.tasks.child import main; sys.exit(main({memory}))"
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {top!r}); from app.tasks.child import main; "
+    "sys.exit(main({memory}, network={network}))"
+)
 _BLOCK = 1 << 16
 
 
 class WorkerProcess:
     """Started by the constructor. One question at a time; not safe to use from two threads at once."""
 
-    def __init__(self, folder: Path, memory_bytes: int) -> None:
+    def __init__(self, folder: Path, memory_bytes: int, *, network: bool) -> None:
         environment = {name: os.environ[name] for name in ENVIRONMENT_KEPT if name in os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM.format(top=_TOP, memory=memory_bytes)],
+            [sys.executable, "-I", "-c", _PROGRAM.format(top=_TOP, memory=memory_bytes, network=network)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

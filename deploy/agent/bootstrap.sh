@@ -1,29 +1,70 @@
 #!/bin/sh
 # Makes a bare machine (Python 3.11 or newer with venv, a GPU driver, network access) a rollout agent: installs the package
-# into a folder of its own, then becomes the agent. Safe to run again: what is installed stays.
+# into a folder of its own, then becomes the agent. Safe to run again: what is installed stays. Where echo2 is on the PATH,
+# nothing is installed. The control service sends this very script to the machines that it rents.
 #
-#   ECHO2_CONTROL_URL    address of the control service
-#   ECHO2_JOIN_TOKEN     one-time token, made by the control service when it rents a machine
-#   ECHO2_AGENT_PACKAGE  a pip requirement; default echo2[agent]
-#   ECHO2_HOME           where to install; default ~/echo2
+#   ECHO2_CONTROL_URL        address of the control service
+#   ECHO2_JOIN_TOKEN         one-time token, made by the control service when it rents a machine
+#   ECHO2_AGENT_PACKAGE      a pip requirement; default echo2[agent]
+#   ECHO2_AGENT_CONSTRAINTS  file or URL of exact versions; default the control service's; empty: none
+#   ECHO2_ENGINE             transformers, vllm, or auto: vllm if there is a GPU that is large enough
+#   ECHO2_HOME               where to install; default ~/echo2
+#   PYTHON, ECHO2_RETRY_S    default python3; seconds before the first repetition of what failed, default 10
 set -eu
-
 : "${ECHO2_CONTROL_URL:?set it to the address of the control service}"
 : "${ECHO2_JOIN_TOKEN:?set it to the join token of this machine}"
 package=${ECHO2_AGENT_PACKAGE:-echo2[agent]}
-home=${ECHO2_HOME:-"$HOME/echo2"}
+home=${ECHO2_HOME:-"${HOME:-/root}/echo2"}
 python=${PYTHON:-python3}
+engine=${ECHO2_ENGINE:-transformers}
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-  echo "$python is older than Python 3.11; set PYTHON to a newer one" >&2
-  exit 2
+# progress PHASE DETAIL [BYTES]: tells the control service; that it is not heard changes nothing.
+progress() {
+  "$python" - "$@" >/dev/null 2>&1 <<'PY' || true
+import json, os, sys, urllib.request
+told = {"phase": sys.argv[1], "detail": sys.argv[2][:200]}
+if len(sys.argv) > 3: told["have"] = int(sys.argv[3])
+head = {"Authorization": "Bearer " + os.environ["ECHO2_JOIN_TOKEN"], "Content-Type": "application/json"}
+url = os.environ["ECHO2_CONTROL_URL"].rstrip("/") + "/v1/nodes/progress"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(told).encode(), head), timeout=5)
+PY
+}
+fail() { echo "echo2: $1" >&2; progress installing "$1"; exit 2; }
+
+progress booting ""
+if command -v echo2 >/dev/null 2>&1; then
+  progress joining "the agent starts"
+  exec echo2 agent
 fi
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+  fail "$python is missing or older than Python 3.11; set PYTHON to a newer one"
 
-mkdir -p "$home"
-if [ ! -x "$home/venv/bin/echo2" ]; then
-  "$python" -m venv "$home/venv"
-  "$home/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$package"
+if [ "$engine" = auto ]; then
+  mb=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | sort -n | head -n 1) || mb=
+  if [ "${mb:-0}" -ge 15000 ] 2>/dev/null; then engine=vllm; else engine=transformers; fi
 fi
+if [ "$engine" = vllm ]; then package=$(printf %s "$package" | sed 's/\[agent\]/[agent,vllm]/'); fi
+exact=${ECHO2_AGENT_CONSTRAINTS-"${ECHO2_CONTROL_URL%/}/v1/agent/constraints?engine=$engine"}
 
+mkdir -p "$home/tmp"
+if [ "$(cat "$home/installed" 2>/dev/null)" != "$package $exact" ]; then
+  # Bytes on disk are what shows that a large package still comes.
+  (while sleep 10; do progress installing "$package" "$(du -sk "$home" | cut -f 1)000"; done) >/dev/null 2>&1 &
+  watcher=$!
+  trap 'kill $watcher 2>/dev/null' EXIT
+  progress installing "$package"
+  [ -x "$home/venv/bin/python" ] || "$python" -m venv --system-site-packages "$home/venv" ||
+    fail "$python can't make a venv; install its venv module (Debian: python3-venv)"
+  try=1
+  until TMPDIR="$home/tmp" "$home/venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    ${exact:+-c "$exact"} "$package"; do
+    [ "$try" -lt 4 ] || fail "pip can't install $package"
+    sleep $((try * ${ECHO2_RETRY_S:-10}))
+    try=$((try + 1))
+  done
+  echo "$package $exact" >"$home/installed"
+  kill "$watcher" 2>/dev/null || true
+fi
+progress joining "the agent starts"
 cd "$home"
 exec "$home/venv/bin/echo2" agent

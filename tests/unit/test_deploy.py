@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import configparser
+import itertools
+import json
 import re
 import subprocess
+import sys
+import threading
 import tomllib
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from app.fleet.bootstrap import onstart
+from app.fleet.pins import closure, pins
 from app.settings import Settings
+from providers.vastai.payload import MAX_ONSTART
 
 TOP = Path(__file__).parents[2]
 DEPLOY = TOP / "deploy"
@@ -119,8 +131,8 @@ def test_bootstrap_installs_once_and_becomes_the_agent(tmp_path: Path) -> None:
         f"""#!/bin/sh
 echo "$@" >> {calls}
 if [ "$1 $2" = "-m venv" ]; then
-  mkdir -p "$3/bin"
-  cp "$0" "$3/bin/python"
+  mkdir -p "$4/bin"
+  cp "$0" "$4/bin/python"
 elif [ "$2" = "pip" ]; then
   printf '#!/bin/sh\\necho "agent $1 in $PWD"\\n' > "$(dirname "$0")/echo2"
   chmod +x "$(dirname "$0")/echo2"
@@ -139,3 +151,160 @@ fi
     assert len(installs) == 1
     assert installs[0].endswith("echo2[agent] @ https://files.example.org/echo2.whl")
     assert "jt_x" not in calls.read_text()
+
+
+def lines_of(script: str) -> list[str]:
+    return [line for line in script.splitlines() if line and not line.lstrip().startswith("#")]
+
+
+def test_rented_machines_run_this_very_script() -> None:
+    first, *rest = lines_of(onstart("echo2[agent] @ https://files.example.org/it's.whl"))
+    assert rest == lines_of(BOOTSTRAP.read_text())
+    shown = subprocess.run(
+        ["sh", "-c", f'{first}; printf %s "$ECHO2_AGENT_PACKAGE"'],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    )
+    assert shown.stdout == "echo2[agent] @ https://files.example.org/it's.whl"
+    assert len(onstart("x" * 1000)) <= MAX_ONSTART
+
+
+class Service(BaseHTTPRequestHandler):
+    """Takes progress reports and hands out constraints."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        server = cast(Any, self.server)
+        server.told.append((self.path, self.headers["authorization"], body))
+        self.send_response(204)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        server = cast(Any, self.server)
+        server.asked.append(self.path)
+        content = server.constraints.encode() if len(server.asked) > server.failures else b""
+        self.send_response(200 if content else 503)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent."""
+
+
+@contextmanager
+def service(constraints: str, failures: int = 0) -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.told, server.asked, server.constraints, server.failures = [], [], constraints, failures
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+def wheel(folder: Path, name: str, version: str, script: str = "") -> Path:
+    """A wheel without needs, whose command prints who it is."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": f"import os\n\ndef main():\n    print('{name} {version}', os.getcwd())\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: agent\n{script}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return path
+
+
+def bootstrap(home: Path, server: Any, package: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = {
+        "PATH": "/usr/bin:/bin", "HOME": str(home), "PYTHON": sys.executable, "ECHO2_JOIN_TOKEN": "jt_x",
+        "ECHO2_CONTROL_URL": f"http://127.0.0.1:{server.server_address[1]}/", "ECHO2_AGENT_PACKAGE": package,
+        "ECHO2_RETRY_S": "0", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(home / "wheels"), **more,
+    }  # fmt: skip
+    return subprocess.run(["sh", str(BOOTSTRAP)], env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_bootstrap_really_installs_the_exact_versions_and_tells_how_far_it_is(tmp_path: Path) -> None:
+    """With pip and a venv, from wheels of its own."""
+    (tmp_path / "wheels").mkdir()
+    agent = wheel(tmp_path, "echo2", "0.1", "Requires-Dist: part; extra == 'agent'\n")
+    for version in ("1.0", "2.0"):
+        wheel(tmp_path / "wheels", "part", version)
+    package = f"echo2[agent] @ {agent.as_uri()}"
+    with service("part==1.0\n", failures=1) as server:
+        ran = bootstrap(tmp_path, server, package)
+        assert ran.stdout == f"echo2 0.1 {tmp_path}/echo2\n", ran.stderr
+        again = bootstrap(tmp_path, server, package)
+        assert again.stdout == ran.stdout
+        assert set(server.asked) == {"/v1/agent/constraints?engine=transformers"}
+        assert len(server.asked) == 2, "the first answer was 503; what is installed is not installed again"
+        phases = [phase for phase, _ in itertools.groupby(body["phase"] for _, _, body in server.told)]
+        assert phases == ["booting", "installing", "joining", "booting", "joining"]
+        assert {(path, token) for path, token, _ in server.told} == {("/v1/nodes/progress", "Bearer jt_x")}
+    versions = [p.name for p in (tmp_path / "echo2" / "venv").rglob("part-*.dist-info")]
+    assert versions == ["part-1.0.dist-info"], "the newest one is not the exact one"
+
+
+def test_bootstrap_that_can_t_install_says_so_to_both_sides(tmp_path: Path) -> None:
+    with service("part==1.0\n") as server:
+        ran = bootstrap(tmp_path, server, "absent", ECHO2_AGENT_CONSTRAINTS="")
+        assert ran.returncode == 2
+        assert "echo2: pip can't install absent" in ran.stderr
+        assert server.told[-1][2] == {"phase": "installing", "detail": "pip can't install absent"}
+        assert server.asked == []
+        old = bootstrap(tmp_path, server, "absent", PYTHON="/bin/false")
+        assert old.returncode == 2
+        assert "older than Python 3.11" in old.stderr
+
+
+@pytest.mark.parametrize(("memory", "asked"), [("24564", "[agent,vllm]"), ("8192", "[agent]"), ("", "[agent]")])
+def test_auto_asks_for_vllm_where_the_smallest_gpu_is_large_enough(tmp_path: Path, memory: str, asked: str) -> None:
+    calls, tools = tmp_path / "calls", tmp_path / "tools"
+    tools.mkdir()
+    for name, text in {
+        "nvidia-smi": f"#!/bin/sh\nprintf '81559\\n{memory}\\n'\n" if memory else "#!/bin/sh\nexit 9\n",
+        "python": f'#!/bin/sh\necho "$@" >> {calls}\ncase "$2" in pip) exit 1;; esac\n'
+        'if [ "$2" = venv ]; then mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; fi\n',
+    }.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    env = {
+        "PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHON": str(tools / "python"),
+        "ECHO2_JOIN_TOKEN": "jt_x", "ECHO2_CONTROL_URL": "http://127.0.0.1:1", "ECHO2_ENGINE": "auto",
+        "ECHO2_RETRY_S": "0",
+    }  # fmt: skip
+    ran = subprocess.run(["sh", str(BOOTSTRAP)], env=env, capture_output=True, text=True, timeout=20)
+    assert f"pip can't install echo2{asked}" in ran.stderr
+    installs = [line for line in calls.read_text().splitlines() if "pip install" in line]
+    assert len(installs) == 4
+    engine = "vllm" if "vllm" in asked else "transformers"
+    assert f"-c http://127.0.0.1:1/v1/agent/constraints?engine={engine} echo2{asked}" in installs[0]
+
+
+def test_what_the_service_hands_out_are_versions_that_are_installed_here() -> None:
+    found = dict(line.split("==") for line in pins("transformers").splitlines())
+    assert {"torch", "transformers", "blake3", "pydantic-core", "nvidia-ml-py"} <= set(found)
+    assert "fastapi" not in found, "the control side's own packages are nobody else's"
+    assert found["blake3"] == metadata.version("blake3")
+    assert "+" not in found["torch"]
+    assert "torch" not in pins("vllm")
+    assert "blake3" in pins("vllm")
+
+
+def test_pins_follow_extras_and_end_where_packages_need_each_other() -> None:
+    known = {
+        "echo2": ("1", ["a[x]>=1", "b; extra == 'agent'", "c; extra == 'control'", "gone"]),
+        "a": ("2+cpu", ["echo2", "d; python_version < '4' and extra == 'x'", "e; extra == 'y'"]),
+        "b": ("3", ["a"]), "c": ("4", []), "d": ("5", []), "e": ("6", []),
+    }  # fmt: skip
+    assert closure("echo2", ["agent"], known.get) == {"a": "2", "b": "3", "d": "5"}

@@ -128,6 +128,14 @@ class Auditor:
             self._custody.known(group.node, ref.audits_passed)
             self._place(case)
 
+    def doubt(self, group: Group, ref: TrajectoryRef) -> None:
+        """A group that was refused because of its rewards: it is audited whatever the draw, and not trained on."""
+        others = set(ref.written_by.get(group.work_item, ())) - {ref.node_id}
+        with self._changed:
+            if not self._custody.banished(group.node):
+                self._queue.append(_Task(Case(group, ref.interruptible, bool(others)), first=False))
+                self._changed.notify_all()
+
     def banish(self, nodes: Iterable[str]) -> None:
         """These are in quarantine: nothing of theirs that is here is trained on."""
         with self._changed:

@@ -28,6 +28,8 @@ class Blueprint:
     eos: tuple[int, ...]
     vocabulary: int
     heads: int
+    nameless: str | None = None
+    """The architecture, where config.json doesn't name it."""
 
 
 def read_blueprint(model_dir: Path) -> Blueprint:
@@ -50,6 +52,7 @@ def read_blueprint(model_dir: Path) -> Blueprint:
         eos=tuple(eos_ids(model.generation_config, config, tokenizer)),
         vocabulary=int(text.vocab_size),
         heads=int(text.num_attention_heads),
+        nameless=None if config.architectures else type(model).__name__,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from app.rollout_agent.engines.adapter import AdapterConfig
+from app.rollout_agent.engines.blueprint import Blueprint
 
 HOST = "127.0.0.1"
 INSIDE = Path(__file__).parent / "vllm_inside"
@@ -50,25 +50,34 @@ def tensor_parallel(options: VllmOptions, heads: int) -> int:
     return max(n for n in range(1, max(1, options.gpus) + 1) if heads % n == 0)
 
 
-def command(options: VllmOptions, model: Path, port: int, heads: int, adapter: AdapterConfig | None) -> list[str]:
+def command(options: VllmOptions, model: Path, port: int, blueprint: Blueprint) -> list[str]:
     """The whole command line. Arguments of the user come last, so that they win."""
     arguments = [options.python, str(HOST_SCRIPT), MODULE, "--model", str(model), "--served-model-name", BASE_NAME]
     arguments += ["--host", HOST, "--port", str(port), "--middleware", "echo2_engine_guard.Guard"]
-    arguments += ["--enable-scale-out", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
+    arguments += [
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+        "--generation-config",
+        "vllm",
+        "--runner",
+        "generate",
+    ]
     arguments += ["--logprobs-mode", "processed_logprobs"]
     arguments += ["--scheduling-policy", "priority", "--max-num-seqs", str(options.max_sequences)]
-    arguments += ["--tensor-parallel-size", str(tensor_parallel(options, heads))]
+    arguments += ["--tensor-parallel-size", str(tensor_parallel(options, blueprint.heads))]
     arguments += ["--worker-extension-cls", "echo2_engine_worker.Extension"]
     arguments += ["--max-model-len", "auto" if options.max_model_len is None else str(options.max_model_len)]
     if options.device == "cpu":
         arguments += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
     else:
         arguments += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.memory_share)]
-    if adapter is None:
+    if blueprint.nameless is not None:
+        arguments += ["--hf-overrides", json.dumps({"architectures": [blueprint.nameless]})]
+    if blueprint.adapter is None:
         arguments += ["--load-format", "dummy"]
     else:
         arguments += ["--load-format", "safetensors", "--enable-lora", "--max-loras", str(MAX_LORAS)]
-        arguments += ["--max-cpu-loras", str(2 * MAX_LORAS), "--max-lora-rank", str(lora_rank(adapter.rank))]
+        arguments += ["--max-cpu-loras", str(2 * MAX_LORAS), "--max-lora-rank", str(lora_rank(blueprint.adapter.rank))]
     return [*arguments, *options.extra_args]
 
 

@@ -54,7 +54,7 @@ class Life:
     async def begin(cls, options: VllmOptions, model: Path, blueprint: Blueprint, env: Mapping[str, str]) -> Life:
         """Start a server and wait until a token comes out of it. Raises BadInput, Unavailable."""
         key, port = secrets.token_urlsafe(32), free_port()
-        arguments = command(options, model, port, blueprint.heads, blueprint.adapter)
+        arguments = command(options, model, port, blueprint)
         log_path = options.work_dir / "engine.log"
         process = await EngineProcess.start(arguments, environment(options, env, key), log_path)
         life, good = cls(process, EngineHttp(port, key)), False

@@ -50,6 +50,7 @@ class FakeService:
         """Every step report, also of steps that were forgotten and made again."""
         self.replay: dict[int, list[str]] = {}
         self.dropped: list[dict] = []
+        self.audits: list[dict] = []
         self.evals: list[dict] = []
         self.published: list[tuple[int, bool]] = []
         self.relay_url = ""
@@ -121,6 +122,10 @@ class FakeService:
     def _drops(self, body: dict) -> Response:
         self.dropped += body["dropped"]
         return self._word()
+
+    def _audits(self, body: dict) -> Response:
+        self.audits += body["audits"]
+        return JSONResponse({"withdrawn": [], "quarantined": []})
 
     def _evals(self, body: dict) -> Response:
         self.evals.append(body)

@@ -40,6 +40,8 @@ SPEC = JobSpec.model_validate(
         "publish_period": 3,
         "batch": {"prompts": PROMPTS, "group_size": GROUP},
         "sampling": {"max_tokens": 8},
+        # Rewards and versions are made up here.
+        "trust": {"audit_share": 0, "probation": 0, "each_version": False},
         "learner": {
             "learning_rate": 6e-4,
             "loss": "ppo_clip",

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from app.protocol import trajectory
+from app.protocol import partial, trajectory
 from app.protocol.errors import EchoError, Gone, Refused, Unauthorized
 from app.protocol.job import SamplingSpec, TaskSpec
 from app.protocol.node import (
@@ -32,7 +32,10 @@ from app.protocol.node import (
     JoinRequest,
     Leave,
     NodeState,
+    PartialAnswer,
+    PartialRef,
     Report,
+    UploadRequest,
     UploadSlot,
     WorkAnswer,
     WorkItem,
@@ -93,9 +96,17 @@ class Control:
     committed: dict[str, int] = field(default_factory=dict)
     """Work item → policy version of its rollouts."""
     refused: int = 0
+    max_tokens: int = MAX_TOKENS
+    handed_over: dict[str, PartialRef] = field(default_factory=dict)
+    """Work item → its beginning; leased again before anything else."""
+    begun: dict[str, list[trajectory.Rollout]] = field(default_factory=dict)
+    """Work item → what was taken over of it, whether or not it was leased again."""
+    rows: list[trajectory.Rollout] = field(default_factory=list)
+    """All that was committed."""
     destroyed: list[str] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _slots: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.key = new_key()
@@ -143,6 +154,8 @@ class Control:
                 Route(f"{node}/heartbeat", self._heartbeat, methods=["POST"]),
                 Route(f"{node}/work", self._work, methods=["POST"]),
                 Route(f"{node}/trajectories", self._commit, methods=["POST"]),
+                Route(f"{node}/uploads", self._upload, methods=["POST"]),
+                Route(f"{node}/partials", self._take_over, methods=["POST"]),
                 Route(f"{node}/reports", self._report, methods=["POST"]),
                 Route(f"{node}/leave", self._leave, methods=["POST"]),
                 Route("/objects/{key:path}", self._object, methods=["GET", "PUT"]),
@@ -187,7 +200,7 @@ class Control:
                     name="reasoning_gym",
                     params={"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5, "size": 200},
                 ),
-                sampling=SamplingSpec(max_tokens=MAX_TOKENS),
+                sampling=SamplingSpec(max_tokens=self.max_tokens),
                 group_size=GROUP_SIZE,
                 seed=0,
                 assets=assets,
@@ -210,30 +223,57 @@ class Control:
         asked = WorkRequest.model_validate_json(await request.body())
         if asked.policy_version == self.held_version:
             await asyncio.wait_for(self.release.wait(), 20)
-        if not self.give_work:
+        if not self.give_work and not self.handed_over:
             await asyncio.sleep(min(asked.wait_s, 0.2))
             return _json(WorkAnswer(items=[], reason="no work now"))
-        items = [
+        items = [self.leased[item].model_copy(update={"partial": ref}) for item, ref in self.handed_over.items()]
+        self.handed_over.clear()
+        items = items or [
             WorkItem(id=f"w{n}", prompt_index=n % 20, group_size=GROUP_SIZE, seed=n, deadline_s=300.0)
             for n in itertools.islice(self._ids, min(asked.max_items, 4))
         ]
         self.leased.update({item.id: item for item in items})
-        key = f"trajectories/{items[0].id}.parquet"
-        slot = UploadSlot(key=key, url=f"{self.base_url}/objects/{key}", headers={"X-Upload": "yes"})
-        return _json(WorkAnswer(items=items, upload=slot))
+        return _json(WorkAnswer(items=items, upload=self._slot()))
+
+    def _slot(self) -> UploadSlot:
+        key = f"trajectories/{next(self._slots)}.parquet"
+        return UploadSlot(key=key, url=f"{self.base_url}/objects/{key}", headers={"X-Upload": "yes"})
+
+    async def _upload(self, request: Request) -> Response:
+        self._check(request, "upload")
+        UploadRequest.model_validate_json(await request.body())
+        return _json(self._slot())
+
+    async def _take_over(self, request: Request) -> Response:
+        self._check(request, "partials")
+        asked = CommitRequest.model_validate_json(await request.body())
+        table = trajectory.read_table(self._stored(asked))
+        expected = {item: trajectory.Expected(self.leased[item].prompt_index, GROUP_SIZE) for item in asked.work_items}
+        partial.validate(table, expected, newest_version=self.target or 0, max_tokens=self.max_tokens)
+        url = f"{self.base_url}/objects/{asked.key}"
+        ref = PartialRef(key=asked.key, url=url, size=asked.size, blake3=asked.blake3)
+        self.handed_over.update(dict.fromkeys(asked.work_items, ref))
+        for row in trajectory.rollouts(table):
+            self.begun.setdefault(row.work_item, []).append(row)
+        return _json(PartialAnswer(taken=asked.work_items))
+
+    def _stored(self, asked: CommitRequest) -> bytes:
+        data = self.files[asked.key]
+        assert len(data) == asked.size
+        assert blake3(data).hexdigest() == asked.blake3
+        return data
 
     async def _commit(self, request: Request) -> Response:
         self._check(request, "commit")
         asked = CommitRequest.model_validate_json(await request.body())
-        data = self.files[asked.key]
-        assert len(data) == asked.size
-        assert blake3(data).hexdigest() == asked.blake3
+        data = self._stored(asked)
         if self.refuse:
             self.refused += 1
             raise Refused("reward", "the test refuses everything")
         table = trajectory.read_table(data)
         expected = {item: trajectory.Expected(self.leased[item].prompt_index, GROUP_SIZE) for item in asked.work_items}
-        trajectory.validate(table, expected, newest_version=self.target or 0, max_tokens=MAX_TOKENS)
+        trajectory.validate(table, expected, newest_version=self.target or 0, max_tokens=self.max_tokens)
+        self.rows += trajectory.rollouts(table)
         self.committed.update(trajectory.oldest_versions(table))
         return _json(CommitAnswer(accepted=asked.work_items))
 
@@ -249,6 +289,8 @@ class Control:
 
     async def _object(self, request: Request) -> Response:
         key = request.path_params["key"]
+        if request.method == "GET" and key in self.files:
+            return Response(self.files[key])
         if request.method == "GET":
             return Response(await asyncio.to_thread((self.model / key.removeprefix("model/")).read_bytes))
         assert request.headers["x-upload"] == "yes"

@@ -92,6 +92,11 @@ def test_a_beginning_too_old_to_count_is_thrown_away_and_the_group_done_anew(
     assert found.ordinals == [5]
 
 
+@pytest.mark.parametrize(("version", "lost"), [(5, True), (6, True), (7, False)])
+def test_a_beginning_over_the_budget_is_thrown_away_also_where_lengths_are_not_known(version: int, lost: bool) -> None:
+    assert _given([Candidate(5, None, version, None)]).dropped == ([5] if lost else [])
+
+
 def test_a_beginning_that_this_node_is_too_slow_for_waits_for_a_faster_one() -> None:
     found = _given([Candidate(5, 3000, 7, 9500)], speeds=Speeds(100.0, [1000.0]))
     assert (found.ordinals, found.dropped) == ([], [])
@@ -112,9 +117,7 @@ def test_all_that_is_handed_out_is_predicted_to_be_admissible(
     waiting: list[Candidate], count: int, speeds: Speeds, held: float, version: int, ahead: int
 ) -> None:
     waiting = [Candidate(i, c.tokens, c.partial_version, c.fresh_tokens) for i, c in enumerate(waiting)]
-    found = choose(
-        waiting, count=count, version=version, speeds=speeds, pace=PACE, held_tokens=held, ahead=ahead
-    )
+    found = choose(waiting, count=count, version=version, speeds=speeds, pace=PACE, held_tokens=held, ahead=ahead)
     assert len(found.ordinals) <= count
     assert len(set(found.ordinals)) == len(found.ordinals)
     load = held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ tried = st.integers(0, 200).flatmap(lambda n: st.floats(0, 1).map(lambda p: Trie
     policy=st.sampled_from(["uniform", *VARYING]),
     prompts=st.lists(tried, max_size=40),
     size=st.integers(2, 16),
-    room=st.tuples(st.integers(0, 14), st.integers(0, 60)),
+    room=st.tuples(st.integers(0, 14), st.sampled_from([0, 1, 2, 5, 60])),
     failure=st.none() | st.floats(0, 1),
 )
 def test_a_window_always_has_r_rollouts_within_the_bounds(
@@ -39,7 +41,7 @@ def test_more_informative_prompts_never_get_less(policy: GroupPolicy, prompts: l
         return t.p * (1 - t.p) if policy == "cures" else value(t.p, failure)
 
     ranked = sorted(zip(map(worth, prompts), found, strict=True), key=lambda pair: pair[0])
-    for (low, few), (high, many) in zip(ranked, ranked[1:], strict=False):
+    for (low, few), (high, many) in itertools.pairwise(ranked):
         if high > low * (1 + 1e-9):
             assert few <= many
         else:
@@ -51,6 +53,15 @@ def test_cures_is_in_proportion_to_sigma() -> None:
     # p̂ of 1/2 and 1/10: σ is 0.5 and 0.3.
     prompts = [Tried(49, 98), Tried(9, 98)]
     assert sizes("cures", prompts, group_size=8, least=2, most=14) == [10, 6]
+    # Shares of 5.71 and 3.43 are rounded to the nearest: what is large is not favoured.
+    prompts = [Tried(49, 98), Tried(9, 98), Tried(9, 98), Tried(9, 98)]
+    assert sizes("cures", prompts, group_size=4, least=2, most=14) == [6, 4, 3, 3]
+
+
+@pytest.mark.parametrize("policy", VARYING)
+def test_nobody_gets_more_than_the_most(policy: GroupPolicy) -> None:
+    prompts = [Tried(500, 1000), *[Tried(0, 1000)] * 3]
+    assert sizes(policy, prompts, group_size=4, least=2, most=5, failure_rate=0.5) == [5, 4, 4, 3]
 
 
 def test_nothing_known_is_uniform() -> None:

@@ -158,3 +158,45 @@ def test_the_thread_follows_the_cursor_and_its_end_is_noticed(tmp_path: Path):
     assert index.asked == [0, 5, 9]
     with pytest.raises(Unavailable, match="no more"):
         inbox._directives.current()
+
+
+def named(name: str, rewards, samples=None):
+    """A group of prompt 0 with its own number of rollouts, and the samples that its file has."""
+    rollouts = [dataclasses.replace(r, prompt_ids=prompt_ids(0)) for r in group(name, rewards=rewards).rollouts]
+    chosen = range(len(rollouts)) if samples is None else samples
+    return dataclasses.replace(group(name), rollouts=tuple(rollouts[i] for i in chosen))
+
+
+def test_groups_of_a_file_may_be_of_different_sizes(tmp_path: Path):
+    store, buffer, inbox, _ = setup(tmp_path)
+    groups = [named("a", (0.0, 1.0)), named("b", (0.0, 1.0, 0.0, 1.0)), named("c", (1.0,) * 7)]
+    inbox.take(reference(store, groups, group_sizes={"a": 2, "c": 7}))
+    taken, dropped = buffer.take(0, 3, 3)
+    assert [(g.work_item, len(g.rollouts)) for g in taken] == [("a", 2), ("b", 4), ("c", 7)]
+    assert dropped == []
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_group_has_as_many_rollouts_as_were_asked_for(tmp_path: Path, size: int):
+    store, buffer, inbox, _ = setup(tmp_path)
+    inbox.take(reference(store, [named("a", (0.0, 1.0))], group_sizes={"a": size}))
+    assert outcome(buffer) == ([], ["a"])
+
+
+def test_a_group_that_is_not_wanted_may_be_of_any_size(tmp_path: Path):
+    store, buffer, inbox, _ = setup(tmp_path)
+    inbox.take(reference(store, [named("late", (0.0,) * 9), named("b", (0.0, 1.0, 0.0, 1.0))], work_items=["b"]))
+    assert outcome(buffer) == (["b"], [])
+
+
+@pytest.mark.parametrize(
+    ("samples", "arrives"), [((1, 6, 7, 2), True), ((0, 1, 2), False), ((0, 1, 2, 2), False), (range(8), False)]
+)
+def test_of_a_pruned_group_half_comes_under_its_own_numbers(tmp_path: Path, samples, arrives: bool):
+    store, buffer = FolderStore(tmp_path), ReplayBuffer()
+    reader = GroupReader(store, prompt_ids, group_size=8, max_tokens=8, vocabulary=VOCABULARY, prune="shuffle_r1")
+    inbox = Inbox(Index(), reader, buffer, Directives(WORD))  # type: ignore[arg-type]
+    inbox.take(reference(store, [named("a", (0.0, 1.0) * 4, samples)]))
+    taken, dropped = buffer.take(0, 3, 1)
+    assert [[r.sample_index for r in g.rollouts] for g in taken] == ([sorted(samples)] if arrives else [])
+    assert [d.work_item for d in dropped] == ([] if arrives else ["a"])

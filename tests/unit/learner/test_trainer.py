@@ -270,3 +270,13 @@ def test_temperature_is_part_of_the_distribution():
     values = GRPOTrainer(model, spec).step([Group("a", tuple(rows))]).values
     assert values["mismatch_kl"] < 1e-9
     assert values["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_groups_of_different_sizes_each_have_their_own_mean():
+    groups = [group("a", rewards=(0.0, 1.0)), group("b", rewards=(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)), group("c")]
+    values = GRPOTrainer(random_model(), job(learner={"grad_clip": 1e9})).step(groups).values
+    assert values["rollouts"] == 12
+    assert values["advantage_max"] == pytest.approx(5 / 6)
+    alone = [GRPOTrainer(random_model(), job(learner={"grad_clip": 1e9})).step([g]).values for g in groups]
+    total = sum(v["loss"] * v["tokens"] for v in alone)
+    assert values["loss"] * values["tokens"] == pytest.approx(total, rel=1e-4)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from app.protocol import copies
-from app.protocol.copies import Sample, copied, fingerprint
+from app.protocol.copies import Sample, copied, fingerprint, packed
 from app.protocol.errors import Refused
 from app.protocol.trajectory import Rollout, encode, read_table
+
+
+def _sample(tokens: Sequence[int], logprob: float) -> Sample:
+    return Sample(packed(tokens), logprob)
 
 
 def _honest(rng: np.random.Generator, *, n: int, tokens: int, vocabulary: int, sharpness: float) -> list[Sample]:
@@ -18,7 +23,7 @@ def _honest(rng: np.random.Generator, *, n: int, tokens: int, vocabulary: int, s
     logits = sharpness * rng.standard_normal(vocabulary)
     logp = logits - np.log(np.exp(logits).sum())
     drawn = rng.choice(vocabulary, size=(n, tokens), p=np.exp(logp))
-    return [Sample(tuple(int(t) for t in row), float(logp[row].sum())) for row in drawn]
+    return [_sample(row, float(logp[row].sum())) for row in drawn]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
@@ -40,9 +45,9 @@ def test_fresh_groups_of_one_prompt_are_never_taken_for_replays(n: int, tokens: 
     logp = logits - np.log(np.exp(logits).sum())
     for _ in range(300):
         drawn = rng.choice(300, size=(n, tokens), p=np.exp(logp))
-        found = fingerprint(7, [Sample(tuple(int(t) for t in row), float(logp[row].sum())) for row in drawn])
+        found = fingerprint(7, [_sample(row, float(logp[row].sum())) for row in drawn])
         assert found is None or found not in seen
-        seen |= {found} - {None}
+        seen |= set() if found is None else {found}
 
 
 def test_the_bound_on_copies_holds_where_it_is_tight() -> None:
@@ -57,12 +62,12 @@ def test_the_bound_on_copies_holds_where_it_is_tight() -> None:
 @pytest.mark.parametrize(
     ("group", "times"),
     [
-        ([Sample((1, 2), -0.3)] * 8, 0),  # a short confident answer
-        ([Sample((1,), -3.0)] * 8, 8),  # 5 % each, eight times
-        ([Sample((1,), -3.0)] * 3 + [Sample((i,), -3.0) for i in range(2, 7)], 0),
-        ([Sample(tuple(range(40)), -60.0)] * 2 + [Sample((i,), -1.0) for i in range(6)], 2),
-        ([Sample((1, 2, 3), -60.0), Sample((1, 2, 4), -60.0)], 0),
-        ([Sample((1,), -1e-9)] * 1024, 0),
+        ([_sample((1, 2), -0.3)] * 8, 0),  # a short confident answer
+        ([_sample((1,), -3.0)] * 8, 8),  # 5 % each, eight times
+        ([_sample((1,), -3.0)] * 3 + [_sample((i,), -3.0) for i in range(2, 7)], 0),
+        ([_sample(tuple(range(40)), -60.0)] * 2 + [_sample((i,), -1.0) for i in range(6)], 2),
+        ([_sample((1, 2, 3), -60.0), _sample((1, 2, 4), -60.0)], 0),
+        ([_sample((1,), -1e-9)] * 1024, 0),
     ],
 )  # fmt: skip
 def test_copies_are_told_by_their_own_log_probs(group: list[Sample], times: int) -> None:
@@ -70,15 +75,15 @@ def test_copies_are_told_by_their_own_log_probs(group: list[Sample], times: int)
 
 
 def test_the_fingerprint_is_that_of_the_samples_in_any_order_and_of_the_prompt() -> None:
-    group = [Sample((1, 2, 3), -20.0), Sample((4,), -11.0), Sample((5, 6), -9.0)]
+    group = [_sample((1, 2, 3), -20.0), _sample((4,), -11.0), _sample((5, 6), -9.0)]
     found = fingerprint(3, group)
     assert found is not None
     assert fingerprint(3, group[::-1]) == found
     assert fingerprint(4, group) != found
-    assert fingerprint(3, [*group[:2], Sample((5, 7), -9.0)]) != found
+    assert fingerprint(3, [*group[:2], _sample((5, 7), -9.0)]) != found
     # Tokens can't wander from one completion to the next.
-    assert fingerprint(3, [Sample((1, 2), -20.0), Sample((3, 4), -11.0), Sample((5, 6), -9.0)]) != found
-    assert fingerprint(3, [Sample((1, 2), -0.2), Sample((1, 2), -0.2)]) is None
+    assert fingerprint(3, [_sample((1, 2), -20.0), _sample((3, 4), -11.0), _sample((5, 6), -9.0)]) != found
+    assert fingerprint(3, [_sample((1, 2), -0.2), _sample((1, 2), -0.2)]) is None
 
 
 def _row(item: str, sample: int, tokens: list[int], logprob: float, prompt: int = 5) -> Rollout:
@@ -87,11 +92,13 @@ def _row(item: str, sample: int, tokens: list[int], logprob: float, prompt: int 
 
 def test_a_file_is_checked_group_by_group() -> None:
     table = read_table(
-        encode([_row("a", 0, [1, 2, 3], -30.0), _row("a", 1, [9], -0.1), _row("b", 0, [4], -0.1), _row("b", 1, [4], -0.1)])
+        encode(
+            [_row("a", 0, [1, 2, 3], -30.0), _row("a", 1, [9], -0.1), _row("b", 0, [4], -0.1), _row("b", 1, [4], -0.1)]
+        )
     )
     prints = copies.check(table)
     assert set(prints) == {"a"}
-    assert prints["a"] == fingerprint(5, [Sample((9,), -0.1), Sample((1, 2, 3), -30.0)])
+    assert prints["a"] == fingerprint(5, [_sample((9,), -0.1), _sample((1, 2, 3), -30.0)])
     with pytest.raises(Refused, match="same completion 2 times") as refused:
         copies.check(read_table(encode([_row("a", 0, [1, 2], -30.0), _row("a", 1, [1, 2], -30.0)])))
     assert refused.value.reason == "copied"

@@ -100,11 +100,13 @@ class Clock:
 
 
 class Wire:
-    """The node calls: `answers` by last path segment, given the JSON body; object puts are kept."""
+    """The node calls: `answers` by last path segment, given the JSON body; object puts are kept, `objects` by path can
+    be got."""
 
     def __init__(self, answers: dict[str, Answer], *, put: Callable[[], httpx.Response] | None = None) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.files: list[bytes] = []
+        self.objects: dict[str, bytes] = {}
         self._answers = answers
         self._put = put or (lambda: httpx.Response(200))
 
@@ -118,6 +120,9 @@ class Wire:
         return [body for name, body in self.calls if name == call]
 
     def _handle(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            found = self.objects.get(request.url.path)
+            return httpx.Response(404) if found is None else httpx.Response(200, content=found)
         if request.method == "PUT":
             self.files.append(request.content)
             return self._put()

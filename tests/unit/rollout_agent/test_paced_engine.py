@@ -80,6 +80,19 @@ def test_an_interrupt_cuts_the_waiting_short() -> None:
     assert inner.interrupted
 
 
+def test_an_interrupt_leaves_what_the_pace_allows() -> None:
+    inner = FixedEngine([60, 40, 1], 0.0)
+
+    def cut_short(seconds: float) -> bool:
+        inner.now += seconds / 4
+        return True
+
+    engine = PacedEngine(inner, 50.0, clock=lambda: inner.now, wait=cut_short)
+    completions = engine.generate([REQUEST])
+    assert [(len(c.token_ids), len(c.logprobs)) for c in completions] == [(15, 15), (10, 10), (0, 0)]
+    assert {c.finish_reason for c in completions} == {"abort"}
+
+
 def test_the_pace_must_be_positive() -> None:
     with pytest.raises(BadInput):
         PacedEngine(FixedEngine([1], 0.0), 0.0)

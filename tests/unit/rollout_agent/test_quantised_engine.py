@@ -52,6 +52,9 @@ class OnePrompt:
     def encode(self, items: Sequence[WorkItem]) -> tuple[list[Prompt], list[list[int]]]:
         return [Prompt(0, "", {}) for _ in items], [[10, 20] for _ in items]
 
+    def answer(self, prompt: Prompt, max_tokens: int) -> Callable[[Completion], Completion]:
+        return lambda episode: episode
+
 
 def installed(folder: Path, snapshot: Snapshot) -> TransformersEngine:
     engine = TransformersEngine(threads=1)
@@ -90,10 +93,10 @@ def test_the_file_says_what_was_sampled_from(folder: Path, snapshot: Snapshot) -
     item = WorkItem(id="w", prompt_index=0, group_size=1, seed=0, deadline_s=60)
     batch = Batch([item], UploadSlot(key="k", url="http://x"), {"w": 1.0})
     sampled = sample(engine, OnePrompt(), batch, SamplingSpec(max_tokens=4))  # type: ignore[arg-type]
-    table = trajectory.read_table(to_file(sampled, {"w": [1.0]}).data)
+    table = trajectory.read_table(to_file(sampled.groups, {"w": [1.0]}, "k").data)
     assert trajectory.quantisation(table) == "int8"
-    assert table.schema.metadata[b"echo2.trajectory"] == b"1"
-    plain = to_file(replace(sampled, quantisation=None), {"w": [1.0]}).data
+    assert table.schema.metadata[b"echo2.trajectory"] == b"2"
+    plain = to_file([replace(sampled.groups[0], quantisation=None)], {"w": [1.0]}, "k").data
     assert trajectory.quantisation(trajectory.read_table(plain)) is None
 
 

@@ -132,8 +132,8 @@ class Streams:
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    async def healthy(self, timeout_s: float) -> bool:
-        return True
+    async def load(self, model_dir: Path) -> None:
+        """It lives in the event loop."""
 
     async def sample(self, prompt_ids: Any, *, seed: int, max_tokens: int, temperature: float) -> Completion:
         self.seeds.append(seed)

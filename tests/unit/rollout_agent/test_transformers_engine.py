@@ -212,3 +212,45 @@ def test_interrupt_ends_generation(folder: Path, key: Ed25519PrivateKey, tmp_pat
     engine.interrupt()
     with pytest.raises(Interrupted):
         engine.generate(requests())
+
+
+class InterruptedAfter(TransformersEngine):
+    """Interrupts itself after so many forward passes."""
+
+    passes = 0
+    last = 10**9
+
+    def _call(self, *arguments: Any) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == self.last:
+            self.interrupt()
+        return super()._call(*arguments)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_a_batch_cut_short_goes_on_elsewhere_as_if_nothing_had_been(
+    engine: TransformersEngine, folder: Path, key: Ed25519PrivateKey, tmp_path: Path, steps: int
+) -> None:
+    want = engine.generate(requests())
+    cut = InterruptedAfter(threads=1)
+    cut.load(folder)
+    snapshot = publish(new_store(tmp_path, key), key, make_model(folder, seed=0).state_dict(), 0)
+    cut.install(snapshot.payload_path, snapshot.manifest, 0)
+    cut.last = steps + 1
+    begun = cut.generate(requests())
+    assert {len(c.token_ids) for c in begun if c.finish_reason == "abort"} == {steps}
+    again = []
+    for i, (piece, whole) in enumerate(zip(begun, want, strict=True)):
+        assert piece.token_ids == whole.token_ids[: len(piece.token_ids)]
+        assert piece.logprobs == pytest.approx(whole.logprobs[: len(piece.token_ids)], abs=1e-5)
+        if piece.finish_reason != "abort":
+            assert piece.token_ids == whole.token_ids
+            continue
+        request, rest = requests()[i // 4], SamplingSpec(max_tokens=12 - steps)
+        prompt = [*request.prompt_ids, *piece.token_ids]
+        again.append((whole, GenRequest(prompt, 1, request.seed, rest, first=i % 4, start=steps)))
+    assert again, "the case needs completions that are longer than the cut"
+    for (whole, _), following in zip(again, engine.generate([request for _, request in again]), strict=True):
+        assert following.token_ids == whole.token_ids[steps:]
+        assert following.logprobs == pytest.approx(whole.logprobs[steps:], abs=1e-5)
+        assert following.finish_reason == whole.finish_reason

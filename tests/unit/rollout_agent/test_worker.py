@@ -15,6 +15,7 @@ from app.rollout_agent.delivery import Delivery
 from app.rollout_agent.engines.base import Interrupted
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
+from app.rollout_agent.partials import Partials
 from app.rollout_agent.worker import Worker
 from tests.unit.rollout_agent.fakes import Clock, Echo, Letters, ScriptedEngine, Wire, accept, pool, problem, rows_of
 
@@ -34,7 +35,7 @@ class Shift:
     def _work(self, body: dict[str, Any]) -> httpx.Response:
         assert self._worker is not None
         if len(self.wire.of("work")) > self._leases:
-            self._worker.drain()
+            self._worker.drain(0.0)
         items = [
             {"id": f"w{n}", "prompt_index": n, "group_size": 2, "seed": n, "deadline_s": 60}
             for n in itertools.islice(self._ids, body["max_items"])
@@ -54,6 +55,14 @@ class Shift:
                 text,
                 WorkSource(client, self.ledger, lambda: 7, clock=self.clock, sleep=self.clock.sleep),
                 delivery,
+                Partials(
+                    client,
+                    self.ledger,
+                    max_tokens=2,
+                    max_upload_bytes=10**6,
+                    quantisation=lambda: None,
+                    oldest_admissible=lambda: None,
+                ),
                 self.ledger,
                 sampling=SamplingSpec(max_tokens=2),
                 engine_pool=engine_pool,
@@ -63,7 +72,7 @@ class Shift:
             if installed:
                 worker.installed()
             else:
-                worker.drain()
+                worker.drain(0.0)
             await asyncio.wait_for(worker.run(), 20)
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -51,11 +52,27 @@ class Extension:
             named = model.load_weights(tensors())
             short = _short(model, twins)
             finalize_layerwise_reload(model, self.model_config)
+            _refresh_twins(model)
         for forget in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             getattr(self.model_runner, forget)()
         wanted = {name for name, _ in model.named_parameters()}
         missing = sorted(wanted - named) if named is not None else []
         return {"read": read, "missing": missing[:20], "short": short[:20]}
+
+
+def _refresh_twins(model: torch.nn.Module) -> None:
+    """Have layers that share their matrix with another make anew what they derived from it.
+
+    The reload does so for the one that was filled only. On a CPU the output layer computes with a packed copy, which
+    would otherwise stay that of the version before.
+    """
+    seen: set[int] = set()
+    for layer in model.modules():
+        ids = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        method = getattr(layer, "quant_method", None)
+        if ids & seen and isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(layer)
+        seen |= ids
 
 
 def _short(model: torch.nn.Module, tied: bool) -> list[str]:

@@ -18,7 +18,7 @@ from tests.unit.learner.samples import random_model
 
 BOUND = 0.03
 TOKENS = 12
-EOS = frozenset({3})
+EOS = frozenset({3, 8, 17, 30, 41})
 
 
 class Shelf:
@@ -36,24 +36,35 @@ def sharper(seed: int = 0):
     """A small model whose distributions are far from uniform, with tokens of all probabilities."""
     model = random_model(seed)
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(12)
-        model.model.norm.weight.mul_(0.6)
+        model.model.embed_tokens.weight.mul_(14)
     return model
 
 
 def sampled(
-    model, name: str, generator: torch.Generator, *, version: int = 0, size: int = 4, temperature: float = 1.0
-) -> Group:
-    """A group as a node samples it."""
-    prompt = torch.randint(4, 50, (5,), generator=generator).tolist()
-    made = sample(
-        model, [prompt] * size, max_tokens=TOKENS, temperature=temperature, eos=EOS, generator=generator
-    )
-    rows = [
-        Rollout(name, 0, i, prompt, c.ids, c.logprobs, [version], [0], float(i % 2), c.finish_reason)
-        for i, c in enumerate(made)
-    ]
-    return Group(name, tuple(rows), "n")
+    model,
+    names: Sequence[str],
+    generator: torch.Generator,
+    *,
+    version: int = 0,
+    size: int = 4,
+    temperature: float = 1.0,
+) -> list[Group]:
+    """Groups as a node samples them."""
+    prompts = [torch.randint(4, 50, (5,), generator=generator).tolist() for _ in names]
+    made = iter(
+        sample(
+            model, [p for p in prompts for _ in range(size)],
+            max_tokens=TOKENS, temperature=temperature, eos=EOS, generator=generator,
+        )
+    )  # fmt: skip
+    groups = []
+    for name, prompt in zip(names, prompts, strict=True):
+        rows = [
+            Rollout(name, 0, i, prompt, c.ids, c.logprobs, [version], [0], float(i % 2), c.finish_reason)
+            for i, c in ((i, next(made)) for i in range(size))
+        ]
+        groups.append(Group(name, tuple(rows), "n"))
+    return groups
 
 
 def told(group: Group, **fields) -> Group:

@@ -1,0 +1,164 @@
+"""Rewards on the learner's side: `rewards` "learner" and "both".
+
+Invariant: a group that comes out of here has rewards that the learner computed, or that it found to be right; one whose
+reward can't be computed is refused as `unscored`, never given a 0. Neither the training step nor the thread that
+follows the index ever computes a reward; what waits for one is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from app.learner.buffer import Group
+from app.protocol.errors import EchoError
+from app.protocol.job import JobSpec
+from app.protocol.learner import TrajectoryRef
+from app.tasks.base import Task, is_deterministic
+from app.tasks.sandbox import SandboxTask
+from app.tasks.scoring import reward_of_turns, turns_of
+
+log = logging.getLogger(__name__)
+Why = Literal["unscored", "wrong_reward"]
+Onward = Callable[[Group, TrajectoryRef], None]
+Refuse = Callable[[Group, TrajectoryRef, Why], None]
+SAME = 1e-6
+"""Rewards that differ by no more, for each unit of their size, are the same: files hold them in float32."""
+MOST_WAITING = 64
+"""Groups that are being scored or wait for it; with more the index is not followed any further."""
+PATIENCE_S = 600.0
+"""For a group of a task that doesn't say how long it may take."""
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    group: Group
+    ref: TrajectoryRef
+    until: float
+
+
+class Rewarder:
+    """Groups come by `take`, from one thread, and go on from threads of this one."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        task: Task,
+        tokenizer: Any,
+        onward: Onward,
+        refuse: Refuse,
+        *,
+        most: int = MOST_WAITING,
+        patience_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tokenizer` is nobody else's. `refuse` is told of groups that don't go on, `onward` gets the others."""
+        self._check = spec.rewards == "both"
+        self._task = task
+        self._tokenizer = tokenizer
+        self._onward = onward
+        self._refuse = refuse
+        self._most = most
+        self._clock = clock
+        call_s = task.longest_call_s if isinstance(task, SandboxTask) else None
+        self._patience_s = patience_s or (PATIENCE_S if call_s is None else call_s * spec.batch.group_bounds[1])
+        self._pool = ThreadPoolExecutor(threads(spec), thread_name_prefix="rewards")
+        self._jobs: dict[str, _Job] = {}
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def take(self, group: Group, ref: TrajectoryRef) -> None:
+        """Have a group scored; waits while there are too many."""
+        if self._check and not is_deterministic(self._task):
+            self._onward(group, ref)
+            return
+        turns = [turns_of(self._tokenizer, r.completion_ids, r.generated) for r in group.rollouts]
+        self._wait_for_room()
+        with self._changed:
+            if self._stopped or group.work_item in self._jobs:
+                return
+            self._jobs[group.work_item] = _Job(group, ref, self._clock() + self._patience_s)
+            future = self._pool.submit(self._score, group, turns)
+        future.add_done_callback(partial(self._done, group.work_item))
+
+    def sweep(self) -> None:
+        """Give up what takes too long."""
+        now = self._clock()
+        with self._changed:
+            late = [item for item, job in self._jobs.items() if job.until < now]
+        for item in late:
+            self._end(item, lambda job: self._unscored(job, f"takes longer than {self._patience_s:.0f} s"))
+
+    def stop(self) -> None:
+        """Score nothing more; what runs is left to end by itself."""
+        with self._changed:
+            self._stopped = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wait_for_room(self) -> None:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._stopped or len(self._jobs) < self._most, _LOOK_S):
+                    return
+            self.sweep()
+
+    def _score(self, group: Group, turns: Sequence[Sequence[str]]) -> list[float]:
+        prompt = self._task.train(group.rollouts[0].prompt_index)
+        return [reward_of_turns(self._task, prompt, said) for said in turns]
+
+    def _done(self, item: str, future: Future[list[float]]) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            rewards = future.result()
+            self._end(item, lambda job: self._settle(job, rewards))
+        else:
+            # A task is a plug-in and may raise anything.
+            said = error.detail if isinstance(error, EchoError) else repr(error)
+            self._end(item, lambda job: self._unscored(job, f"failed: {said}"[:500]))
+
+    def _settle(self, job: _Job, rewards: Sequence[float]) -> None:
+        if not self._check:
+            pairs = zip(job.group.rollouts, rewards, strict=True)
+            self._onward(replace(job.group, rollouts=tuple(replace(r, reward=x) for r, x in pairs)), job.ref)
+        elif off := wrong([r.reward for r in job.group.rollouts], rewards):
+            log.warning("group %s of node %s: %s", job.group.work_item, job.group.node, off)
+            self._refuse(job.group, job.ref, "wrong_reward")
+        else:
+            self._onward(job.group, job.ref)
+
+    def _unscored(self, job: _Job, why: str) -> None:
+        log.warning("the reward of group %s %s", job.group.work_item, why)
+        self._refuse(job.group, job.ref, "unscored")
+
+    def _end(self, item: str, end: Callable[[_Job], None]) -> None:
+        """What becomes of a group, once: whichever comes first, its reward or the end of patience."""
+        with self._changed:
+            job = self._jobs.pop(item, None)
+            self._changed.notify_all()
+        if job is not None:
+            end(job)
+
+
+def wrong(claimed: Sequence[float], found: Sequence[float]) -> str:
+    """What is wrong with a node's rewards, in words; nothing if they are those that were found. Pure."""
+    for number, (said, right) in enumerate(zip(claimed, found, strict=True)):
+        if not abs(said - right) <= SAME * max(1.0, abs(right)):
+            return f"the reward of its answer {number} is {right:.6g}, and not {said:.6g}"
+    return ""
+
+
+def threads(spec: JobSpec) -> int:
+    """Rewards that are computed side by side: as many as the task has processes."""
+    return spec.task.limits.processes or min(4, os.cpu_count() or 1)

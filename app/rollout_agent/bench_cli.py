@@ -1,0 +1,84 @@
+"""`echo2 bench-node` put together: settings, engine, model, and how the result is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from app.rollout_agent.bench_model import prepare
+from app.rollout_agent.bench_node import Measured, measure, short_name, with_links
+from app.rollout_agent.choice import engine_for
+from app.rollout_agent.config import load_settings
+from app.rollout_agent.engines.registry import choose_device, gpu_name, make_engine
+from app.rollout_agent.facts import machine_facts, open_nvml
+
+NOBODY = {"ECHO2_CONTROL_URL": "http://127.0.0.1", "ECHO2_JOIN_TOKEN": "none"}
+"""An agent can't be set up without these; nothing is asked of them here."""
+WIDTH = 100
+
+
+def run(
+    model: str, engine: str | None, concurrencies: Sequence[int], max_tokens: int, *, gpu_name: str,
+    urls: tuple[str | None, str | None], as_json: bool,
+) -> str:  # fmt: skip
+    """Measure, and say what came of it. Raises BadInput for an engine or a model that is none, Unfit for nonsense."""
+    measured = asyncio.run(_measure(model, engine, concurrencies, max_tokens, gpu_name, urls))
+    return json.dumps(measured.as_dict()) if as_json else shown(measured)
+
+
+async def _measure(
+    model: str, engine: str | None, concurrencies: Sequence[int], max_tokens: int, name: str,
+    urls: tuple[str | None, str | None],
+) -> Measured:  # fmt: skip
+    for variable, value in NOBODY.items():
+        os.environ.setdefault(variable, value)
+    if engine is not None:
+        os.environ["ECHO2_ENGINE"] = engine
+    settings = load_settings()
+    facts = await asyncio.to_thread(machine_facts, settings.agent_dir, open_nvml())
+    device = choose_device(settings.device)
+    chosen = engine_for(settings.engine, facts, on_gpu=device == "cuda", has_vllm=find_spec("vllm") is not None)
+    settings = settings.model_copy(update={"engine": chosen})
+    found = facts.gpus[0].name if facts.gpus else gpu_name() if device == "cuda" else "CPU"
+    with tempfile.TemporaryDirectory(prefix="echo2-bench-") as folder:
+        prepared = await asyncio.to_thread(prepare, model, Path(folder))
+        measured = await measure(
+            make_engine(settings), prepared, concurrencies=concurrencies, max_tokens=max_tokens, name=settings.engine,
+            title=model, gpu_name=name or short_name(found), facts=facts,
+        )  # fmt: skip
+    return await with_links(measured, *urls)
+
+
+def shown(measured: Measured) -> str:
+    """The result for people."""
+    out = StringIO()
+    console = Console(file=out, width=WIDTH, highlight=False)
+    console.print(
+        f"{measured.num_gpus} × {measured.gpu_name}, {measured.engine}, {measured.model} "
+        f"({measured.parameters / 1e6:.4g} M parameters), up to {measured.max_tokens} tokens each"
+    )
+    table = Table()
+    for column in ("completions at once", "tokens", "seconds", "tokens/s"):
+        table.add_column(column, justify="right")
+    for row in measured.rows:
+        table.add_row(str(row.concurrency), str(row.tokens), f"{row.seconds:.3f}", f"{row.tokens_per_s:.5g}")
+    console.print(table)
+    console.print(
+        f"engine loaded in {measured.load_s:.2f} s; a version of {measured.snapshot_bytes / 1e6:.4g} MB swapped in "
+        f"{measured.swap_s:.3f} s"
+    )
+    for way, rate in (("down", measured.down_mbps), ("up", measured.up_mbps)):
+        if rate is not None:
+            console.print(f"{way}link: {rate:.4g} Mbit/s")
+    for note in measured.notes:
+        console.print(note)
+    return out.getvalue().rstrip()

@@ -1,0 +1,214 @@
+"""Which groups go to which node and how large they are; copies and replays; tokens of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import httpx
+import pytest
+from sqlalchemy import select, update
+
+from app.fleet.admission import prompt_at
+from app.protocol.node import UploadSlot, WorkItem
+from app.protocol.pruning import informative
+from app.protocol.trajectory import Rollout, encode
+from app.storage.models import Job, PromptStats
+from tests.integration.control.conftest import BOTH
+from tests.integration.control.rig import Node_, World
+
+
+async def _answer(node: Node_, items: Sequence[WorkItem], rows: Sequence[Rollout]) -> httpx.Response:
+    answer = await node.post("uploads", {"policy_version": node.version})
+    slot, data = UploadSlot.model_validate(answer.json()), encode(rows)
+    await node.put(slot, data)
+    return await node.commit(slot, data, [i.id for i in items])
+
+
+def _of_length(node: Node_, items: Sequence[WorkItem], length: int, reward: float = 1.0) -> list[Rollout]:
+    """Rollouts of so many tokens, no two alike."""
+    return [
+        replace(r, completion_ids=[n + 1, *range(length - 1)], logprobs=[-2.0] * length, reward=reward)
+        for n, r in enumerate(node.rollouts(items))
+    ]
+
+
+async def _know(
+    world: World, job_id: str, lengths: dict[int, float], mean: float, successes: dict[int, float] | None = None
+) -> None:
+    """What the service has learnt of prompts from 1000 completions of each; half of them were right by default."""
+    async with world.svc.core.db.write() as session:
+        for prompt, length in lengths.items():
+            session.add(
+                PromptStats(
+                    job_id=job_id, prompt_index=prompt, tries=1000, successes=(successes or {}).get(prompt, 500.0),
+                    mean_length=length, updated_at=0.0,
+                )
+            )  # fmt: skip
+        await session.execute(update(Job).where(Job.id == job_id).values(length_mean=mean))
+
+
+@BOTH
+async def test_accepted_groups_teach_how_long_and_how_hard_prompts_are(control: World) -> None:
+    job_id = await control.create()
+    _, (node,) = await control.running(job_id)
+    items, _ = await node.work(1)
+    rows = _of_length(node, items, 6)
+    rows[1] = replace(rows[1], reward=-3.0, completion_ids=[9, 9], logprobs=[-2.0, -2.0])
+    assert (await _answer(node, items, rows)).json()["accepted"] == [items[0].id]
+    async with control.svc.core.db.read() as session:
+        (stats,) = list(await session.scalars(select(PromptStats)))
+        job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+    assert (stats.prompt_index, stats.tries, stats.successes, stats.mean_length) == (items[0].prompt_index, 2, 1.0, 4.0)
+    assert (job.length_mean, job.failure_rate) == (4.0, 0.5)
+
+
+async def test_groups_predicted_long_go_to_the_fast_node_and_to_the_slow_one_what_it_can_finish(
+    control: World,
+) -> None:
+    # PROMPTS is 2 and a window that looks ahead of what is asked for needs more.
+    job_id = await control.create(batch={"prompts": 16}, stop={"steps": 50})
+    learner = await control.ready_learner(job_id, 2)
+    await control.round()
+    await control.round(10)
+    fast, slow, *_ = [await control.join(r) for r in control.provider.live() if r.env]
+    order = [prompt_at(0, ordinal, 50) for ordinal in range(8)]
+    await _know(control, job_id, {p: 10.0 * (i + 1) for i, p in enumerate(order)}, 45.0)
+    await learner.beat()
+    await fast.beat(tokens_per_s=10_000.0)
+    await slow.beat(tokens_per_s=30.0)
+    # Eight prompts are looked at: the longest of them to the fast node, the shortest to the slow one.
+    to_fast, _ = await fast.work(1)
+    to_slow, _ = await slow.work(1)
+    assert [i.prompt_index for i in to_fast] == [order[7]]
+    assert [i.prompt_index for i in to_slow] == [order[0]]
+    assert [i.ordinal for i in await control.items(job_id)] == list(range(8))
+    # With that under way, it could not finish another one while v0 is admissible.
+    await slow.beat(tokens_per_s=1.0)
+    waits = await slow.ask(1)
+    assert waits["items"] == []
+    assert waits["reason"].startswith("dispatch: at 1 tokens/s")
+    again, _ = await fast.work(1)
+    assert [i.prompt_index for i in again] == [order[6]]
+
+
+async def test_group_sizes_follow_the_policy_and_every_count_follows_them(control: World) -> None:
+    job_id = await control.create(
+        batch={"prompts": 4, "group_size": 4, "group_policy": "cures", "max_group": 8}, stop={"steps": 50}
+    )
+    learner = await control.ready_learner(job_id, 1)
+    order = [prompt_at(0, ordinal, 50) for ordinal in range(4)]
+    await _know(control, job_id, dict.fromkeys(order, 2.0), 2.0, dict(zip(order, (500, 1000, 0, 500), strict=True)))
+    await control.round()
+    await control.round(10)
+    node = await control.join(next(r for r in control.provider.live() if r.env))
+    items: list[WorkItem] = []
+    while len(items) < 4:
+        items += (await node.work(1))[0]
+    items.sort(key=lambda i: int(i.id.rpartition("-")[2]))
+    assert [i.group_size for i in items] == [6, 2, 2, 6]
+    # A group that is not whole by its own size is refused.
+    short = [r for r in node.rollouts(items) if r.sample_index < 4]
+    refused = await _answer(node, items[:1], [r for r in short if r.work_item == items[0].id])
+    assert refused.json()["reason"] == "incomplete_group"
+    back, _ = await node.work(1)
+    assert [(i.id, i.group_size) for i in back] == [(items[0].id, 6)]
+    done = await _answer(node, items, node.rollouts(items))
+    assert sorted(done.json()["accepted"]) == sorted(i.id for i in items)
+    (ref,) = await learner.poll()
+    assert ref.group_sizes == {i.id: i.group_size for i in items}
+    assert (await control.node_row(node.id)).rollouts_accepted == 16
+    await learner.train([items[0].id, items[1].id], dropped=[{"work_item": items[2].id, "reason": "stale"}])
+    (step,) = (await control.get(f"/v1/jobs/{job_id}/steps"))["items"]
+    assert (step["rollouts"], step["dropped"]) == (8, 2)
+    totals = (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]
+    assert (totals["rollouts_accepted"], totals["rollouts_trained"], totals["rollouts_dropped"]) == (16, 8, 2)
+
+
+async def test_a_pruned_group_is_half_as_many_rows_and_counts_as_whole(control: World) -> None:
+    job_id = await control.create(batch={"group_size": 8, "prune": "shuffle_r1"}, stop={"steps": 50})
+    learner, nodes = await control.running(job_id)
+    node = nodes[0]
+    assert node.answer.prune == "shuffle_r1"
+    items, _ = await node.work(1)
+    rows = [replace(r, reward=r.sample_index / 7) for r in node.rollouts(items)]
+    assert (await _answer(node, items, rows)).json()["reason"] == "too_many_rows"
+    items, _ = await node.work(1)
+    left = informative([r.reward for r in rows], "shuffle_r1")
+    assert left == [0, 1, 6, 7]
+    assert (await _answer(node, items, [rows[i] for i in left])).json()["accepted"] == [items[0].id]
+    assert [ref.work_items for ref in await learner.poll()] == [[items[0].id]]
+    assert (await control.node_row(node.id)).rollouts_accepted == 8
+
+
+@BOTH
+async def test_a_group_that_was_accepted_before_is_refused_under_another_work_item(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner = await control.ready_learner(job_id, train_prompts=1)
+    await control.round()
+    await control.round(10)
+    node = await control.join(next(r for r in control.provider.live() if r.env))
+    first, _ = await node.work(1)
+    assert (await _answer(node, first, _of_length(node, first, 10))).json()["accepted"] == [first[0].id]
+    second, _ = await node.work(1)
+    assert second[0].prompt_index == first[0].prompt_index
+    # In another order, and with rewards that are better.
+    copy = _of_length(node, second, 10, reward=2.0)
+    swapped = [replace(a, sample_index=b.sample_index) for a, b in zip(copy, copy[::-1], strict=True)]
+    answer = await _answer(node, second, swapped)
+    assert (answer.status_code, answer.json()["reason"]) == (422, "replayed")
+    assert first[0].id in answer.json()["detail"]
+    again, _ = await node.work(1)
+    assert [i.id for i in again] == [second[0].id]
+    assert (await _answer(node, again, _of_length(node, again, 11))).json()["accepted"] == [second[0].id]
+    # A short confident answer comes as often as it likes.
+    assert len(await node.produce(2)) == 2
+    assert sum(len(ref.work_items) for ref in await learner.poll()) == 4
+
+
+async def test_a_group_of_copies_is_refused(control: World) -> None:
+    job_id = await control.create(batch={"group_size": 8})
+    _, nodes = await control.running(job_id)
+    node = nodes[0]
+    items, _ = await node.work(1)
+    rows = [replace(r, completion_ids=[1, 2, 3], logprobs=[-2.0] * 3) for r in node.rollouts(items)]
+    answer = await _answer(node, items, rows)
+    assert (answer.status_code, answer.json()["reason"]) == (422, "copied")
+    again, _ = await node.work(1)
+    confident = [replace(r, completion_ids=[1, 2, 3], logprobs=[-0.01] * 3) for r in node.rollouts(again)]
+    assert (await _answer(node, again, confident)).json()["accepted"] == [again[0].id]
+
+
+async def test_tokens_are_counted_by_node_and_job_and_survive_the_node(control: World) -> None:
+    job_id = await control.create()
+    learner, (one, two) = await control.running(job_id, nodes=2)
+    await one.beat(tokens_generated=100, tokens_wasted={"interrupted": 5})
+    await one.beat(tokens_generated=160, tokens_wasted={"interrupted": 5, "stale": 7})
+    await two.beat(tokens_generated=40)
+    fleet = await control.get(f"/v1/jobs/{job_id}/fleet")
+    rows = {n["id"]: (n["tokens_generated"], n["tokens_wasted"]) for n in fleet["nodes"]}
+    assert rows == {one.id: (160, {"interrupted": 5, "stale": 7}), two.id: (40, {})}
+    answer = await one.post("leave", {"reason": "x", "tokens_generated": 170, "tokens_wasted": {"interrupted": 9}})
+    assert answer.status_code == 204
+    await control.rounds(2, 10, two, learner)
+    totals = (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]
+    assert (totals["tokens_generated"], totals["tokens_wasted"]) == (210, {"interrupted": 9, "stale": 7})
+    text = (await control.http.get("/metrics")).text
+    for line in (
+        f'echo2_tokens_generated_total{{job="{job_id}"}} 210.0',
+        f'echo2_tokens_wasted_total{{job="{job_id}",reason="interrupted"}} 9.0',
+        f'echo2_tokens_wasted_total{{job="{job_id}",reason="stale"}} 7.0',
+    ):
+        assert line in text
+    assert (await two.post("heartbeat", {"state": "active", "policy_version": 0, "tokens_wasted": {"boredom": 1}})
+            ).status_code == 422  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "oldest"), [(0, 0), (3, 0), (5, 2)])
+async def test_a_node_is_told_which_versions_are_of_no_use_any_more(control: World, step: int, oldest: int) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner, (node,) = await control.running(job_id)
+    for _ in range(step):
+        await learner.train([])
+    await node.beat()
+    assert node.directives["oldest_admissible"] == oldest

@@ -1,0 +1,186 @@
+"""What audits of the learner do to a node: nothing, as long as they pass; its end, at once, when they don't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blake3 import blake3
+from sqlalchemy import select
+
+from app.protocol.audits import AuditAnswer
+from app.protocol.node import NodeState
+from app.protocol.partial import encode_partial
+from app.storage.models import AuditRow, Cooldown
+from tests.integration.control.conftest import BOTH
+from tests.integration.control.rig import GROUP, Learner, Node_, World
+
+
+def audit(node: Node_, item: str, **changes: Any) -> dict[str, Any]:
+    """An audit that passed."""
+    good = {
+        "node_id": node.id, "work_item": item, "version": 0, "verdict": "passed", "tokens": 100, "rms": 0.01,
+        "kl": 5e-5, "reward_ok": True,
+    }  # fmt: skip
+    return {**good, **changes}
+
+
+async def tell(learner: Learner, *audits: dict[str, Any]) -> AuditAnswer:
+    answer = await learner.post("audits", {"audits": list(audits)})
+    assert answer.status_code == 200, answer.text
+    return AuditAnswer.model_validate(answer.json())
+
+
+WRONG = {"verdict": "failed", "fault": "reward", "detail": "a reward is 1 off", "reward_ok": False}
+
+
+async def test_audits_that_pass_are_counted_shown_and_told_to_the_next_learner(control: World) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    items = await node.produce(3)
+    told = [audit(node, items[0]), audit(node, items[1], rms=0.02, kl=2e-4)]
+    assert await tell(learner, *told) == AuditAnswer()
+    # The same ones again, as after a lost answer.
+    assert await tell(learner, *told) == AuditAnswer()
+    row = await control.node_row(node.id)
+    assert (row.audits, row.audits_passed, row.audit_failures) == (2, 2, 0)
+    (shown,) = (await control.get(f"/v1/jobs/{job_id}/fleet"))["nodes"]
+    assert (shown["audits"], shown["audit_failures"]) == (2, 0)
+    assert shown["drift"] == row.audit_rms
+    assert 0.01 < shown["drift"] < 0.02
+    assert {ref.audits_passed for ref in await learner.poll()} == {2}
+    assert f'echo2_audits_total{{job="{job_id}",verdict="passed"}} 2.0' in (await control.http.get("/metrics")).text
+
+
+@BOTH
+async def test_a_failed_audit_takes_the_node_out_and_gives_its_untrained_work_to_others(control: World) -> None:
+    job_id = await control.create()
+    learner, (liar, other) = await control.running(job_id, nodes=2)
+    trained, *_ = lies = await liar.produce(3)
+    (honest,) = await other.produce(1)
+    leased, _ = await liar.work(1)
+    await learner.train([trained])
+    before = (await control.job(job_id))["status"], await control.node_row(liar.id)
+    answer = await tell(learner, audit(liar, lies[1], **WRONG), audit(other, honest))
+    assert sorted(answer.withdrawn) == sorted(lies[1:])
+    assert answer.quarantined == [liar.id]
+
+    items = {i.id: i for i in await control.items(job_id)}
+    assert items[trained].status == "trained", "what was trained on stays on record"
+    assert {items[i].status for i in [*lies[1:], leased[0].id]} == {"pending"}
+    assert (items[honest].status, items[honest].node_id) == ("accepted", other.id)
+    row = await control.node_row(liar.id)
+    assert (row.state, row.drain, row.quarantined_at) == (NodeState.LOST, True, control.clock())
+    assert row.reason == f"quarantined: reward: a reward is 1 off (work item {lies[1]})"
+    assert row.rollouts_accepted == before[1].rollouts_accepted - 2 * GROUP
+    lease = next(x for x in await control.leases() if x.id == row.lease_id)
+    assert (lease.state, lease.reason) == ("releasing", row.reason)
+    (event,) = [e for e in await control.events(job_id) if e.kind == "node_quarantined"]
+    assert "a reward is 1 off" in event.message
+    assert (event.data["node"], event.data["withdrawn"], event.data["failures"]) == (liar.id, 2, 1)
+    async with control.svc.core.db.read() as session:
+        cooldown = (await session.scalars(select(Cooldown).where(Cooldown.machine_id == lease.machine_id))).one()
+    assert cooldown.until - control.clock() == 6 * 3600, "longer than after an ordinary loss"
+    assert f'echo2_quarantined_nodes_total{{job="{job_id}"}} 1.0' in (await control.http.get("/metrics")).text
+
+    assert (await liar.ask())["items"] == []
+    await liar.beat()
+    assert liar.directives["shutdown"]
+    # Others do it, and the learner sees their answers only.
+    assert set(await other.produce(3)) == {*lies[1:], leased[0].id}
+    assert {ref.node_id for ref in await learner.poll()} == {other.id}
+    await learner.train([*lies[1:], honest])
+    assert {i.status for i in await control.items(job_id)} == {"trained", "accepted"}
+
+
+async def test_the_answer_names_all_that_are_in_quarantine_however_often_it_is_asked(control: World) -> None:
+    job_id = await control.create()
+    learner, (one, two) = await control.running(job_id, nodes=2)
+    first, second = (await one.produce(1))[0], (await two.produce(1))[0]
+    assert (await tell(learner, audit(one, first, **WRONG))).withdrawn == [first]
+    again = await tell(learner, audit(one, first, **WRONG))
+    assert (again.withdrawn, again.quarantined) == ([], [one.id])
+    both = await tell(learner, audit(two, second, **WRONG))
+    assert (both.withdrawn, set(both.quarantined)) == ([second], {one.id, two.id})
+    assert (await control.kinds(job_id)).count("node_quarantined") == 2
+
+
+async def test_suspects_add_up_over_learners_and_services(control: World) -> None:
+    """Noise of 0.05 nats: no audit alone proves it."""
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    items = await node.produce(3)
+    noisy = {"verdict": "suspect", "fault": "logprobs", "rms": 0.05, "kl": 1.25e-3}
+    assert (await tell(learner, audit(node, items[0], **noisy))).quarantined == []
+    assert (await tell(learner, audit(node, items[1], **noisy))).quarantined == []
+    await control.restart()
+    await learner.start()
+    assert (await tell(learner, audit(node, items[2], **noisy))).quarantined == [node.id]
+    assert "0.05 nats RMS" in (await control.node_row(node.id)).reason
+
+
+async def test_a_node_with_noise_within_the_bound_stays(control: World) -> None:
+    job_id = await control.create(trust={"max_logprob_rms": 0.1})
+    learner, (node,) = await control.running(job_id)
+    items = await node.produce(3)
+    audits = [audit(node, item, rms=0.08) for item in items]
+    assert (await tell(learner, *audits)).quarantined == []
+
+
+async def test_tokens_too_likely_for_too_long_are_a_lie(control: World) -> None:
+    job_id = await control.create(batch={"prompts": 20})
+    learner, (node,) = await control.running(job_id)
+    items = await node.produce(12)
+    odd = {"surprise": -20.0, "excess": -20.0, "variance": 100.0, "spread": 90.0, "jump": 2.0}
+    answers = [(await tell(learner, audit(node, item, **odd))).quarantined for item in items]
+    assert answers[0] == []
+    assert [node.id] in answers
+    assert "likelier" in (await control.node_row(node.id)).reason
+
+
+async def test_a_group_that_the_learner_was_training_on_meanwhile_counts_as_trained(control: World) -> None:
+    """The learner took it for a step, then the audit of another group convicted its node."""
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    taken, other = await node.produce(2)
+    answer = await tell(learner, audit(node, other, **WRONG))
+    assert taken in answer.withdrawn
+    await learner.train([taken])
+    assert {i.id: i.status for i in await control.items(job_id)} == {taken: "trained", other: "pending"}
+
+
+async def test_what_a_liar_began_nobody_goes_on_with(control: World) -> None:
+    job_id = await control.create()
+    learner, (liar, other) = await control.running(job_id, nodes=2)
+    done = (await liar.produce(1))[0]
+    items, _ = await liar.work(1)
+    slot = (await liar.post("uploads", {"policy_version": 0})).json()
+    rows = liar.rollouts(items, reward=0.0)[:1]
+    data = encode_partial(rows)
+    assert (await control.http.put(slot["url"], content=data, headers=slot["headers"])).status_code == 200
+    body = {"key": slot["key"], "size": len(data), "blake3": blake3(data).hexdigest(), "work_items": [items[0].id]}
+    assert (await liar.post("partials", body)).status_code == 200
+    assert (await control.items(job_id))[1].partial_node == liar.id
+    await tell(learner, audit(liar, done, **WRONG))
+    assert (await control.items(job_id))[1].partial_key is None
+    got, _ = await other.work(5)
+    assert {i.id for i in got} == {done, items[0].id}
+    assert all(i.partial is None for i in got)
+
+
+async def test_audits_of_unknown_nodes_and_by_old_learners_change_nothing(control: World) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    (item,) = await node.produce(1)
+    unknown = {**audit(node, item, **WRONG), "node_id": "node_x"}
+    assert (await tell(learner, unknown)) == AuditAnswer()
+    refused = await learner.post("audits", {"audits": [audit(node, item, **WRONG)]}, epoch=learner.epoch - 1)
+    assert refused.status_code == 409
+    for bad in (
+        {"audits": []},
+        {"audits": [audit(node, item, rms=-1.0)]},
+        {"audits": [{**unknown, "verdict": "maybe"}]},
+    ):
+        assert (await learner.post("audits", bad)).status_code == 422
+    async with control.svc.core.db.read() as session:
+        assert (await session.scalars(select(AuditRow))).first() is None
+    assert (await control.node_row(node.id)).quarantined_at is None

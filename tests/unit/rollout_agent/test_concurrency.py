@@ -1,0 +1,113 @@
+"""The engine is kept full and not overfull, by its own figures."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.rollout_agent.concurrency import BACKLOG, CACHE_FULL, Bounds, Target, first_target, next_target
+from app.rollout_agent.engines.base import Load
+
+BOUNDS = Bounds(lowest=8, highest=512, step=8)
+EASY = Load(running=64, waiting=0, cache_used=0.3, preemptions=0)
+
+
+def load(running: int = 64, waiting: int = 0, cache: float = 0.3, preemptions: int = 0) -> Load:
+    return Load(running=running, waiting=waiting, cache_used=cache, preemptions=preemptions)
+
+
+@pytest.mark.parametrize(
+    ("target", "in_flight", "figures", "want"),
+    [
+        # Not full yet: doubled until it is for the first time, then by a group.
+        (Target(64), 64, load(), 128),
+        (Target(64, met=True), 64, load(), 72),
+        (Target(500, met=True), 500, load(), 508),
+        (Target(508, met=True), 508, load(), 512),
+        # Not used: nothing is learnt about more.
+        (Target(64), 50, load(running=50), 64),
+        (Target(64, met=True), 0, load(running=0), 64),
+        # A backlog within bounds keeps it full; a larger one counts when it stays.
+        (Target(64, met=True), 64, load(running=56, waiting=8), 72),
+        (Target(64, met=True), 64, load(running=48, waiting=16), 64),
+        (Target(64, met=True, queued=True), 64, load(running=48, waiting=16), 51),
+        (Target(256, met=True, queued=True), 256, load(running=224, waiting=28), 264),
+        # The cache is full, or requests were pushed out of it.
+        (Target(64, met=True), 64, load(cache=0.96), 51),
+        (Target(64, met=True, preemptions=3), 64, load(preemptions=4), 51),
+        (Target(64, met=True, preemptions=4), 64, load(preemptions=4), 72),
+        # What was decreased just now has not had its effect yet.
+        (Target(51, met=True), 64, load(cache=0.99), 51),
+        # Less was in flight than there might have been.
+        (Target(64, met=True), 40, load(running=40, cache=0.99), 32),
+        (Target(8, met=True), 8, load(running=8, cache=0.99), 8),
+    ],
+)
+def test_the_next_target(target: Target, in_flight: int, figures: Load, want: int) -> None:
+    assert next_target(target, in_flight, figures, BOUNDS).samples == want
+
+
+def test_preemptions_before_the_first_look_are_not_ours() -> None:
+    target = next_target(Target(64, met=True), 64, load(preemptions=100), BOUNDS)
+    assert target.samples == 72
+    assert next_target(target, 72, load(preemptions=101), BOUNDS).samples < 72
+
+
+loads = st.builds(
+    Load,
+    running=st.integers(0, 1000),
+    waiting=st.integers(0, 1000),
+    cache_used=st.floats(0, 1),
+    preemptions=st.integers(0, 5),
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2000), loads), max_size=60))
+def test_it_stays_in_bounds_grows_only_when_used_and_shrinks_only_when_full(looks: list[tuple[int, Load]]) -> None:
+    target = first_target(BOUNDS)
+    for in_flight, figures in looks:
+        before, target = target, next_target(target, in_flight, figures, BOUNDS)
+        assert BOUNDS.lowest <= target.samples <= BOUNDS.highest
+        queued = figures.waiting > max(BOUNDS.step, BACKLOG * figures.running)
+        pressed = figures.cache_used > CACHE_FULL or figures.preemptions > (
+            figures.preemptions if before.preemptions is None else before.preemptions
+        )
+        if target.samples > before.samples:
+            assert not queued
+            assert not pressed
+            assert in_flight >= 0.9 * before.samples
+        if target.samples < before.samples:
+            assert queued or pressed
+
+
+class Machine:
+    """An engine with so many seats: what is too much waits; `tokens` of cache a seat, of `cache` in all."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats = seats
+
+    def figures(self, in_flight: int) -> Load:
+        running = min(in_flight, self.seats)
+        return Load(running=running, waiting=in_flight - running, cache_used=0.5, preemptions=0)
+
+
+@given(seats=st.integers(8, 400))
+def test_it_finds_the_seats_of_an_engine_and_stays_there(seats: int) -> None:
+    machine, target = Machine(seats), first_target(BOUNDS)
+    history = []
+    for _ in range(300):
+        target = next_target(target, target.samples, machine.figures(target.samples), BOUNDS)
+        history.append(target.samples)
+    late = history[100:]
+    assert sum(min(samples, seats) for samples in late) / len(late) >= 0.85 * seats, "it is kept full"
+    assert max(late) <= max(seats * (1 + BACKLOG), seats + BOUNDS.step) + 2 * BOUNDS.step, "and not overfull"
+
+
+def test_it_follows_an_engine_that_has_less_room_later() -> None:
+    target = first_target(BOUNDS)
+    for seats, near in ((200, 200), (50, 50), (300, 300)):
+        machine = Machine(seats)
+        for _ in range(120):
+            target = next_target(target, target.samples, machine.figures(target.samples), BOUNDS)
+        assert 0.75 * near <= target.samples <= 1.3 * near

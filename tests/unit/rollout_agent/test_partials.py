@@ -1,0 +1,178 @@
+"""Groups that change hands: nothing unchecked is used, nothing is lost without being counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from app.protocol import partial
+from app.protocol.errors import Gone
+from app.protocol.node import PartialRef, WorkItem
+from app.protocol.trajectory import Rollout
+from app.rollout_agent.batch import Begun, Group
+from app.rollout_agent.engines.base import Completion, Span
+from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.partials import Partials
+from app.tasks.base import Prompt
+from tests.unit.rollout_agent.fake_stream import Desk
+from tests.unit.rollout_agent.fakes import Clock, problem, rows_of
+
+PROMPT = [112, 49]
+
+
+class Bench:
+    """Partials at a desk that has one stored file."""
+
+    def __init__(self, *, floor: int | None = None, max_upload_bytes: int = 10**6, **answers: Any) -> None:
+        self.desk = Desk(**answers)
+        self.clock = Clock()
+        self.ledger = WorkLedger(self.clock)
+        self.partials = Partials(
+            self.desk.wire.client(self.clock),
+            self.ledger,
+            max_tokens=8,
+            max_upload_bytes=max_upload_bytes,
+            quantisation=lambda: None,
+            oldest_admissible=lambda: floor,
+        )
+
+    async def taken_up(self, data: bytes, prompt_ids: list[int] = PROMPT, **changes: Any) -> Begun:
+        """What is taken up of an item whose beginning is this file."""
+        reference = self.desk.reference(data) | changes
+        item = WorkItem(
+            id="w1", prompt_index=1, group_size=3, seed=0, deadline_s=60, partial=PartialRef.model_validate(reference)
+        )
+        return await self.partials.taken_up(item, prompt_ids)
+
+
+def begun(item: str = "w1", **more: Any) -> bytes:
+    """A file with samples 0 (cut) and 2 (finished) of an item."""
+    row: dict[str, Any] = {
+        "work_item": item,
+        "prompt_index": 1,
+        "sample_index": 0,
+        "prompt_ids": PROMPT,
+        "completion_ids": [65, 66],
+        "logprobs": [-0.5, -0.25],
+        "span_versions": [4, 5],
+        "span_starts": [0, 1],
+        "reward": 0.0,
+        "finish_reason": "abort",
+    }
+    return partial.encode_partial(
+        [Rollout(**(row | more)), Rollout(**(row | more | {"sample_index": 2, "finish_reason": "stop"}))]
+    )
+
+
+def group(item: str = "w1", *, split: str = "train", tokens: int = 2) -> Group:
+    """A group of two: one sample cut, of the other nothing."""
+    work = WorkItem.model_validate(
+        {"id": item, "prompt_index": 1, "group_size": 2, "seed": 0, "deadline_s": 60, "split": split}
+    )
+    cut = Completion([65] * tokens, [-0.5] * tokens, "abort", (Span(4, 0),) if tokens else ())
+    return Group(work, Prompt(1, "p1", {}), PROMPT, 1060.0, [cut, None])
+
+
+async def test_what_another_node_has_begun_is_taken_up() -> None:
+    bench = Bench()
+    first, second, third = await bench.taken_up(begun())
+    assert first == Completion([65, 66], [-0.5, -0.25], "abort", [Span(4, 0), Span(5, 1)])
+    assert second is None
+    assert third is not None
+    assert third.finish_reason == "stop"
+    assert not bench.ledger.tokens_wasted
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "tokens"),
+    [
+        (begun(), {"blake3": "0" * 64}, 0),
+        (begun(), {"size": len(begun()) + 1}, 0),
+        (begun(), {"size": len(begun()) - 1}, 0),
+        (begun(), {"size": 10**6 + 1}, 0),
+        (begun(), {"url": "http://store/elsewhere"}, 0),
+        (begun()[:-20], {}, 0),
+        (b"no Parquet", {}, 0),
+        (begun("w2"), {}, 0),
+        (begun(prompt_index=2), {}, 0),
+        (begun(logprobs=[0.5, 0.5]), {}, 0),
+        (begun(quantisation="int8"), {}, 0),
+        (begun(completion_ids=[65] * 8, logprobs=[-1.0] * 8), {}, 0),
+        (begun(prompt_ids=[112, 50]), {}, 4),
+    ],
+)
+async def test_what_is_not_right_is_not_used_and_counted(data: bytes, changes: dict[str, Any], tokens: int) -> None:
+    bench = Bench()
+    assert await bench.taken_up(data, **changes) == ()
+    assert bench.ledger.errors == {"partial_refused": 1}
+    assert bench.ledger.tokens_wasted == ({"partial_refused": tokens} if tokens else {})
+
+
+@pytest.mark.parametrize(("floor", "used"), [(4, True), (5, False)])
+async def test_what_is_too_old_is_not_gone_on_with(floor: int, used: bool) -> None:
+    bench = Bench(floor=floor)
+    assert bool(await bench.taken_up(begun())) == used
+    assert bench.ledger.tokens_wasted == ({} if used else {"stale": 4})
+    assert not bench.ledger.errors
+
+
+async def test_groups_are_handed_over_and_are_no_longer_ours() -> None:
+    bench = Bench()
+    bench.ledger.leased({"w1": 1060.0, "w2": 1060.0, "exam": 1060.0, "empty": 1060.0})
+    groups = [group("w1"), group("w2"), group("exam", split="heldout"), group("empty", tokens=0)]
+    await bench.partials.hand_over(groups)
+    assert {row.work_item for row in rows_of(bench.desk.wire.files[0])} == {"w1", "w2"}
+    assert [body["work_items"] for body in bench.desk.wire.of("partials")] == [["w1", "w2"]]
+    assert bench.desk.wire.of("uploads") == [{"policy_version": 4}]
+    assert sorted(bench.ledger.unfinished()) == ["empty", "exam"]
+    assert bench.ledger.tokens_wasted == {"interrupted": 2}, "an evaluation is not passed on"
+
+
+async def test_only_what_was_taken_is_passed_on() -> None:
+    bench = Bench(partials=lambda _: httpx.Response(200, json={"taken": ["w2", "stranger"]}))
+    bench.ledger.leased({"w1": 1060.0, "w2": 1060.0})
+    await bench.partials.hand_over([group("w1"), group("w2")])
+    assert bench.ledger.unfinished() == ["w1"]
+    assert bench.ledger.tokens_wasted == {"interrupted": 2}
+
+
+async def test_files_are_kept_under_the_limit() -> None:
+    one = len(begun())
+    bench = Bench(max_upload_bytes=one + 400)
+    names = [f"w{n}" for n in range(9)]
+    bench.ledger.leased(dict.fromkeys(names, 1060.0))
+    await bench.partials.hand_over([group(name) for name in names])
+    assert len(bench.desk.wire.files) > 1
+    assert all(len(file) <= one + 400 for file in bench.desk.wire.files)
+    assert sorted(item for body in bench.desk.wire.of("partials") for item in body["work_items"]) == names
+    assert bench.ledger.unfinished() == []
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ("uploads", lambda _: problem("conflict", 409)),
+        ("partials", lambda _: problem("trajectory_refused", 422, reason="hash")),
+        ("partials", lambda _: httpx.Response(503)),
+    ],
+)
+async def test_a_failed_hand_over_is_counted_and_handed_back_without_it(
+    call: str, answer: Callable[[dict[str, Any]], httpx.Response]
+) -> None:
+    bench = Bench(**{call: answer})
+    bench.ledger.leased({"w1": 1060.0})
+    await bench.partials.hand_over([group("w1")])
+    assert bench.ledger.unfinished() == ["w1"]
+    assert bench.ledger.tokens_wasted == {"interrupted": 2}
+    assert bench.ledger.errors == {"hand_over_failed": 1}
+
+
+async def test_a_node_that_is_over_is_told_and_its_work_counted() -> None:
+    bench = Bench(partials=lambda _: problem("gone", 410))
+    bench.ledger.leased({"w1": 1060.0})
+    with pytest.raises(Gone):
+        await bench.partials.hand_over([group("w1")])
+    assert bench.ledger.tokens_wasted == {"interrupted": 2}
