@@ -79,7 +79,7 @@ def steps(bench: Bench, precision: str) -> Result:
 
 def publishing(bench: Bench, trainer: GRPOTrainer, step: float) -> Result:
     """A copy of weights and optimizer beside a step; then that and a real publish beside it."""
-    shares, copies, slower = [], [], []
+    shares, copies, slower, blocked = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
         key = new_key()
         store = SnapshotStore(Path(folder), job_id="j", public_key=public_hex(key))
@@ -93,10 +93,14 @@ def publishing(bench: Bench, trainer: GRPOTrainer, step: float) -> Result:
             done = trainer.step(bench.batch(f"p{number}"))
             shares.append((started + done.times["t_publish"]) / done.t_train)
             copies.append(bench.timed(lambda: len(trainer.snapshot().optimizer)))
+            blocked.append({"start_s": started, "wait_s": done.times["t_publish"]})
             slower.append(done.t_train / step)
             if number >= 2:
                 publish.join(300)
+            # Giving the last copy back is no part of beginning the next one.
+            del state, publish
     return {
+        "publish_blocks": blocked,
         "publish_block_share": statistics.median(shares),
         "copy_alone_s": min(copies),
         "step_with_copy_vs_without": statistics.median(slower[:2]),

@@ -21,6 +21,7 @@ from app.fleet.core import Core
 from app.fleet.exams import Exams, is_exam
 from app.fleet.exams import answers as exam_answers
 from app.fleet.sizes import size_of
+from app.fleet.trust import CAUGHT
 from app.protocol import copies, trajectory
 from app.protocol.errors import Conflict, Refused
 from app.protocol.job import JobSpec
@@ -220,11 +221,18 @@ class Commits:
                 )
         session.add_all(GroupPrint(job_id=job.id, fingerprint=f, work_item=i) for f, i in prints.items())
 
+    @staticmethod
+    def _waits_again(item: WorkItem) -> bool:
+        item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+        return True
+
     async def _count_refusal(self, node_id: str, request: CommitRequest, refusal: Refused) -> None:
         """A refused file: its items are pending again, the refusal is counted and told."""
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
             node.files_refused += 1
+            if refusal.reason in CAUGHT and node.caught is None:
+                node.caught = f"{refusal.reason}: {refusal.detail}"
             items = await session.scalars(
                 select(WorkItem).where(
                     WorkItem.id.in_(request.work_items),
@@ -232,12 +240,15 @@ class Commits:
                     WorkItem.status == ItemStatus.LEASED,
                 )
             )
-            for item in items:
-                item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+            # What it went on from may be why: the next node begins anew.
+            spare = [partials.forget(item, unused=True) for item in items if self._waits_again(item)]
             await self.exams.hand_back(session, node_id, request.work_items)
             self.core.emit(
                 session, node.job_id, "trajectory_refused", f"{refusal.reason}: {refusal.detail}",
                 node=node_id, key=request.key,
             )  # fmt: skip
             self.core.metrics.refused.labels(node.job_id, refusal.reason).inc()
+        await partials.release(self.core, spare)
         self.core.announce(node.job_id, "work")
+        if refusal.reason in CAUGHT:
+            self.core.signals.notify("tick")

@@ -137,6 +137,9 @@ def _lease(core: Core, job: Job, node: Node, version: int, items: Sequence[WorkI
         item.status, item.node_id, item.leased_version = ItemStatus.LEASED, node.id, version
         item.deadline_at = core.clock() + seconds
         item.attempts += 1
+        if item.partial_key is None:
+            # Whatever was sampled of it before, nothing of that is in what comes back.
+            item.partial_node, item.written_by = None, []
 
 
 def _throw_away(core: Core, job: Job, item: WorkItem) -> str | None:

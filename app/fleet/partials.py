@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import delete, select
 
 from app.fleet import uploads
 from app.fleet.core import Core
@@ -25,7 +24,7 @@ from app.protocol import partial, trajectory
 from app.protocol.errors import NotFound, Refused
 from app.protocol.job import FINAL_STATUSES, JobSpec
 from app.protocol.node import CommitRequest, PartialRef
-from app.storage.models import ItemStatus, Job, Trajectory, WorkItem
+from app.storage.models import GroupPrint, ItemStatus, Job, Trajectory, WorkItem
 
 log = logging.getLogger(__name__)
 
@@ -156,13 +155,10 @@ async def release(core: Core, keys: Iterable[str | None]) -> None:
 
 
 async def collect(core: Core) -> None:
-    """Remove the beginnings that jobs which are over leave behind."""
-    async with core.db.write() as session:
-        keys = [forget(item) for item in await _left_behind(session)]
-    await release(core, keys)
-
-
-async def _left_behind(session: AsyncSession) -> list[WorkItem]:
+    """Remove what jobs that are over leave behind: beginnings of groups, and the fingerprints of their groups."""
     over = select(Job.id).where(Job.status.in_(list(FINAL_STATUSES)))
-    query = select(WorkItem).where(WorkItem.partial_key.is_not(None), WorkItem.job_id.in_(over))
-    return list(await session.scalars(query))
+    async with core.db.write() as session:
+        query = select(WorkItem).where(WorkItem.partial_key.is_not(None), WorkItem.job_id.in_(over))
+        keys = [forget(item) for item in await session.scalars(query)]
+        await session.execute(delete(GroupPrint).where(GroupPrint.job_id.in_(over)))
+    await release(core, keys)

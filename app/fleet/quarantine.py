@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import bids, partials, trust
 from app.fleet.core import Core
-from app.fleet.roster import Roster
 from app.fleet.sizes import size_of
 from app.protocol.audits import Audit, AuditAnswer
 from app.protocol.job import JobSpec
 from app.storage.models import AuditRow, ExamItem, ItemStatus, Job, Lease, Node, WorkItem
 from providers.base import Billing
+
+if TYPE_CHECKING:
+    from app.fleet.roster import Roster
 
 COOLDOWN_S = bids.COOLDOWN_MAX_S
 """A machine that lied is left alone for as long as any ever is."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import measured, starts, topology, transport
+from app.fleet import measured, quarantine, starts, topology, transport
 from app.fleet.commits import REFUSED_TOLERATED
 from app.fleet.core import Core
 from app.fleet.exams import Exams
@@ -134,6 +134,8 @@ class Roster:
             silent = now - max(node.heartbeat_at, self.core.started_at)
             if not LeaseState(lease.state).usable:
                 await self._depart(session, node, NodeState.GONE, lease.reason)
+            elif node.caught is not None:
+                await quarantine.quarantine(self.core, self, session, job, node, node.caught)
             elif silent > timeout:
                 why = f"no heartbeat for {silent:.0f} s"
                 await self._depart(session, node, NodeState.LOST, why)

@@ -191,4 +191,4 @@ class Loop:
             await session.execute(delete(IdempotencyRecord).where(IdempotencyRecord.created_at < now - KEEP_IDS_S))
             await session.execute(delete(SpotPrice).where(SpotPrice.received_at < now - KEEP_PRICES_S))
         await self._guarded("removal of old snapshots", self.snapshots.collect())
-        await self._guarded("removal of begun groups", partials.collect(self.core))
+        await self._guarded("removal of what jobs left behind", partials.collect(self.core))

@@ -26,6 +26,8 @@ from app.protocol.audits import Audit
 
 MOST_DRIFT = 5.0
 MOST_Z = 6.0
+CAUGHT = frozenset({"copied", "replayed"})
+"""Reasons of a refused file that chance or a fault of an honest node does not explain."""
 TOLERANCE = 0.02
 """Of a token's standard deviation, by which the tokens of an honest engine may be likelier or less likely on average.
 A temperature of 0.9 instead of 1 makes ten times as much."""

@@ -59,7 +59,8 @@ class ReplayBuffer:
         self._groups: list[tuple[int, int, Group]] = []
         self._arrived = 0
         self._dropped: list[DroppedGroup] = []
-        self._known: set[str] = set()
+        self._known: dict[str, str] = {}
+        """Work item → the node that brought it; empty if it is not known."""
         self._order: deque[str] = deque()
         self._plan: dict[int, tuple[str, ...]] = {}
         self._changed = threading.Condition()
@@ -71,7 +72,7 @@ class ReplayBuffer:
     def add(self, group: Group) -> bool:
         """Take a group in; False if this work item has been here before."""
         with self._changed:
-            if not self._remember(group.work_item):
+            if not self._remember(group.work_item, group.node):
                 return False
             self._groups.append((group.oldest_version, self._arrived, group))
             self._groups.sort(key=lambda entry: entry[:2])
@@ -95,7 +96,6 @@ class ReplayBuffer:
         """A fault was found in this group: if nothing has been made of it yet, it is dropped as invalid."""
         with self._changed:
             if self._remove(lambda group: group.work_item == work_item) or self._remember(work_item):
-                self._known.add(work_item)
                 self._dropped.append(DroppedGroup(work_item=work_item, reason="invalid"))
                 self._changed.notify_all()
 
@@ -103,9 +103,9 @@ class ReplayBuffer:
         """Forget these, and all that is here of these nodes: other nodes answer the same work items anew."""
         with self._changed:
             items = set(work_items)
-            gone = self._remove(lambda group: group.work_item in items or group.node in nodes)
-            items.update(group.work_item for _, _, group in gone)
-            self._known -= items
+            self._remove(lambda group: group.work_item in items or group.node in nodes)
+            items.update(item for item, node in self._known.items() if node in nodes)
+            self._forget(items)
             if items & {item for planned in self._plan.values() for item in planned}:
                 log.warning("steps can't be made again from the same groups: some were withdrawn")
                 self._plan = {}
@@ -115,13 +115,13 @@ class ReplayBuffer:
         """Take out all groups of these nodes, until `put_back` or `withdraw`."""
         with self._changed:
             gone = self._remove(lambda group: group.node in nodes)
-            self._known -= {group.work_item for _, _, group in gone}
+            self._forget(group.work_item for _, _, group in gone)
             return gone
 
     def put_back(self, aside: Iterable[tuple[int, int, Group]]) -> None:
         """What was set aside, where it was."""
         with self._changed:
-            back = [entry for entry in aside if self._remember(entry[2].work_item)]
+            back = [entry for entry in aside if self._remember(entry[2].work_item, entry[2].node)]
             self._groups = sorted([*self._groups, *back], key=lambda entry: entry[:2])
             self._changed.notify_all()
 
@@ -230,13 +230,17 @@ class ReplayBuffer:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def _remember(self, work_item: str) -> bool:
+    def _forget(self, work_items: Iterable[str]) -> None:
+        for item in work_items:
+            self._known.pop(item, None)
+
+    def _remember(self, work_item: str, node: str = "") -> bool:
         if work_item in self._known:
             return False
-        self._known.add(work_item)
+        self._known[work_item] = node
         self._order.append(work_item)
         if len(self._order) > REMEMBERED:
-            self._known.discard(self._order.popleft())
+            self._known.pop(self._order.popleft(), None)
         return True
 
 

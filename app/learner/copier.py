@@ -35,6 +35,13 @@ class Later(Mapping[str, torch.Tensor]):
     def _whole(self) -> Tensors:
         return _result(self._copy)
 
+    def __del__(self) -> None:
+        # One by one: giving gigabytes back takes a while, and no other thread may run Python during any one of them.
+        copy = self._copy
+        made = copy.result() if copy.done() and not copy.cancelled() and copy.exception() is None else None
+        while isinstance(made, dict) and made:
+            made.popitem()
+
 
 class Copier:
     """A thread for each copy; `begin` and `settle` are for the thread that owns the tensors."""

@@ -6,15 +6,16 @@ function that says how much time passed. What is on the CPU is copied plainly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from app.learner.parallel.shards import local
 
-STAGE_BYTES = 32 << 20
-"""Page-locked memory that a copy goes through, twice: a GPU writes to it without the CPU, several times as fast."""
+STAGE_BYTES = 128 << 20
+"""Page-locked memory that a copy goes through, twice: a GPU writes to it without the CPU, several times as fast. Large,
+because each turn takes the interpreter's lock a few times, and a training thread that launches kernels needs it."""
 Stopwatch = tuple[Callable[[], Any], Callable[[Any, Any], float]]
 
 
@@ -58,40 +59,60 @@ def host_copies(tensors: Mapping[str, torch.Tensor], after: Any) -> dict[str, to
     gpu = next((t.device for t in tensors.values() if t.device.type == "cuda"), None)
     if gpu is None:
         return {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-    copies = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+    here = {name: t for name, t in tensors.items() if t.device.type == "cpu"}
+    copies = {name: t.clone() if name in here else torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
     stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
-    stages = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     with torch.no_grad(), torch.cuda.stream(stream):
         stream.wait_event(after)
-        _through(stages, pieces([(tensors[name], copies[name]) for name in tensors], STAGE_BYTES), stream)
+        pairs = [(t, copies[name]) for name, t in tensors.items() if name not in here]
+        _through(list(loads(pairs, STAGE_BYTES)), gpu, stream)
     return copies
 
 
-def pieces(pairs: list[tuple[torch.Tensor, torch.Tensor]], most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The bytes of source and target of each pair, cut where they are more than `most`."""
+Load = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Bytes of sources, and where they belong."""
+
+
+def loads(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], most: int) -> Iterator[Load]:
+    """The bytes of source and target of each pair, cut and put together so that a load has at most `most`. Pure."""
+    sources: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    room = most
     for source, target in pairs:
-        if source.numel():
-            source_bytes, target_bytes = (t.reshape(-1).view(torch.uint8) for t in (source, target))
-            yield from zip(torch.split(source_bytes, most), torch.split(target_bytes, most), strict=True)
+        left = [t.reshape(-1).view(torch.uint8) for t in (source, target)]
+        while len(left[0]):
+            size = min(room, len(left[0]))
+            sources.append(left[0][:size])
+            targets.append(left[1][:size])
+            left = [t[size:] for t in left]
+            room -= size
+            if room == 0:
+                yield sources, targets
+                sources, targets, room = [], [], most
+    if sources:
+        yield sources, targets
 
 
-def _through(
-    stages: list[torch.Tensor], parts: Iterator[tuple[torch.Tensor, torch.Tensor]], stream: torch.cuda.Stream
-) -> None:
+def _through(turns: Sequence[Load], gpu: torch.device, stream: torch.cuda.Stream) -> None:
     """While one stage is filled the other is emptied."""
-    filled: list[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = []
-    for number, (source, target) in enumerate(parts):
+    size = min(STAGE_BYTES, max((sum(map(len, sources)) for sources, _ in turns), default=0))
+    gathered = torch.empty(size, dtype=torch.uint8, device=gpu)
+    stages = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    filled: list[tuple[torch.cuda.Event, torch.Tensor, list[torch.Tensor]]] = []
+    for number, (sources, targets) in enumerate(turns):
         if len(filled) == len(stages):
             _empty(*filled.pop(0))
-        stage = stages[number % len(stages)][: len(source)]
-        stage.copy_(source, non_blocking=True)
+        length = sum(map(len, sources))
+        stage = stages[number % len(stages)][:length]
+        torch.cat(sources, out=gathered[:length])
+        stage.copy_(gathered[:length], non_blocking=True)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
-        filled.append((event, stage, target))
+        filled.append((event, stage, targets))
     for left in filled:
         _empty(*left)
 
 
-def _empty(event: torch.cuda.Event, stage: torch.Tensor, target: torch.Tensor) -> None:
+def _empty(event: torch.cuda.Event, stage: torch.Tensor, targets: list[torch.Tensor]) -> None:
     event.synchronize()
-    target.copy_(stage)
+    torch._foreach_copy_(targets, list(torch.split(stage, [len(t) for t in targets])))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from app.learner.device import sent
@@ -149,41 +150,39 @@ def share(lengths: Sequence[int], ranks: int, limit: int, *, packed: bool = Fals
 def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) -> MicroBatch:
     """Tensors of one micro-batch. Causal attention makes a mask for padding on the right unnecessary."""
     starts = [0, *itertools.accumulate(r.length for r in rows)] if packed else [0] * len(rows)
-    ids = torch.zeros((1, starts[-1]) if packed else (len(rows), max(r.length for r in rows)), dtype=torch.long)
-    places = torch.zeros_like(ids)
-    where: list[int] = []
-    sequences: list[int] = []
-    positions: list[int] = []
-    tokens: list[int] = []
-    behaviour: list[float] = []
-    advantages: list[float] = []
-    lags: list[int] = []
-    quantised: list[bool] = []
+    ids = np.zeros((1, starts[-1]) if packed else (len(rows), max(r.length for r in rows)), dtype=np.int64)
+    places = np.zeros_like(ids)
+    positions, tokens, behaviour, lags = [], [], [], []
     for number, row in enumerate(rows):
         line, begin = (0, starts[number]) if packed else (number, 0)
-        ids[line, begin : begin + row.length] = torch.tensor([*row.prompt_ids, *row.completion_ids])
-        places[line, begin : begin + row.length] = torch.arange(row.length)
-        size, start = row.own_tokens, begin + len(row.prompt_ids) - 1
-        where += [line] * size
-        sequences += [number] * size
-        positions += row.own(range(start, start + len(row.completion_ids)))
-        tokens += row.own(row.completion_ids)
-        behaviour += row.own(row.logprobs)
-        advantages += [row.advantage] * size
-        lags += row.own(row.lags)
-        quantised += [row.quantised] * size
+        answer = np.array(row.completion_ids, dtype=np.int64)
+        first = begin + len(row.prompt_ids)
+        ids[line, begin:first] = row.prompt_ids
+        ids[line, first : first + len(answer)] = answer
+        places[line, begin : begin + row.length] = np.arange(row.length)
+        own = slice(None) if row.generated is None else np.array(row.generated, dtype=bool)
+        positions.append(np.arange(first - 1, first - 1 + len(answer))[own])
+        tokens.append(answer[own])
+        behaviour.append(np.array(row.logprobs, dtype=np.float32)[own])
+        lags.append(np.array(row.lags, dtype=np.int64)[own])
+    sizes = [len(t) for t in tokens]
+    sequence = np.repeat(np.arange(len(rows)), sizes)
+
+    def told(values: Sequence[np.ndarray] | np.ndarray) -> torch.Tensor:
+        return sent(torch.from_numpy(np.concatenate(values) if isinstance(values, list) else values), device)
+
     return MicroBatch(
-        ids=sent(ids, device),
-        row=sent(torch.tensor(where), device),
-        position=sent(torch.tensor(positions), device),
-        sequence=sent(torch.tensor(sequences), device),
-        token=sent(torch.tensor(tokens), device),
-        behaviour=sent(torch.tensor(behaviour, dtype=torch.float32), device),
-        advantage=sent(torch.tensor(advantages, dtype=torch.float32), device),
-        lag=sent(torch.tensor(lags), device),
-        quantised=sent(torch.tensor(quantised, dtype=torch.bool), device),
+        ids=told(ids),
+        row=told(np.zeros_like(sequence) if packed else sequence),
+        position=told(positions),
+        sequence=told(sequence),
+        token=told(tokens),
+        behaviour=told(behaviour),
+        advantage=told(np.repeat(np.array([r.advantage for r in rows], dtype=np.float32), sizes)),
+        lag=told(lags),
+        quantised=told(np.repeat(np.array([r.quantised for r in rows], dtype=bool), sizes)),
         first=min(len(r.prompt_ids) for r in rows) - 1,
-        places=sent(places, device) if packed else None,
+        places=told(places) if packed else None,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from app.learner.audit.auditor import Auditor
 from app.learner.audit.rewards import Rewards
 from app.learner.audit.weights import Versions, audit_device, kept
+from app.learner.boards import Boards, open_run
 from app.learner.buffer import ReplayBuffer
 from app.learner.cache import FileCache
 from app.learner.checkpoints import save
@@ -23,7 +24,7 @@ from app.learner.client import Control
 from app.learner.config import LearnerSettings
 from app.learner.heart import Heart, Status
 from app.learner.inbox import GroupReader, Inbox, counted
-from app.learner.journal import NAME, Journal, open_board
+from app.learner.journal import NAME, Journal, ScalarWriter, open_board
 from app.learner.keeper import Keeper, take_best
 from app.learner.loop import Loop
 from app.learner.model import trained_weights
@@ -140,10 +141,12 @@ class Session:
         return None if self._sink is None else self._sink.uplink()
 
     def _open_journal(self) -> None:
-        folder = self._settings.work_dir
-        wanted = self._answer.spec.learner.tensorboard
-        board = open_board(folder / "tensorboard", purge_step=self.step + 1) if wanted else None
-        self._journal = Journal(folder, resume_step=self.step, board=board)
+        folder, spec, boards = self._settings.work_dir, self._answer.spec, list[ScalarWriter]()
+        if spec.learner.tensorboard:
+            boards.append(open_board(folder / "tensorboard", purge_step=self.step + 1))
+        if spec.learner.wandb:
+            boards.append(open_run(folder / "wandb", job_id=self._answer.job_id, name=spec.name))
+        self._journal = Journal(folder, resume_step=self.step, board=Boards(boards))
 
     def _put_journal(self) -> None:
         if self._journal is not None and self._journal.path.exists():

@@ -149,6 +149,8 @@ class LearnerSpec(Spec):
     model in the learner's host memory; null: up to two billion parameters."""
     tensorboard: bool = False
     """Write TensorBoard files beside metrics.jsonl."""
+    wandb: bool = False
+    """Write an offline run of Weights & Biases beside metrics.jsonl; `wandb sync` uploads it."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

@@ -136,7 +136,7 @@ class TextSide:
     def __init__(self, task: Task, tokenizer: Any, *, scores: bool = True, at_once: int = 4) -> None:
         self._task = task
         self._tokenizer = LockedTokenizer(tokenizer)
-        self._scores = scores
+        self.scores = scores
         self.gate = asyncio.Semaphore(at_once)
         """Who holds it may compute one: its time then counts from when it really begins."""
         self.reward_timeout_s = task.longest_call_s if isinstance(task, SandboxTask) else REWARD_TIMEOUT_S
@@ -148,6 +148,11 @@ class TextSide:
         ]
         return prompts, [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
 
+    @property
+    def multi_turn(self) -> bool:
+        """Whether the task has an environment that answers."""
+        return hasattr(self._task, "respond")
+
     def answer(self, prompt: Prompt, max_tokens: int) -> Answer:
         """What the task's environment makes of an episode after this prompt; nothing, of a task with one turn."""
 
@@ -158,8 +163,6 @@ class TextSide:
 
     def reward(self, prompt: Prompt, completion: Completion) -> float:
         """The reward of a sample. Raises whatever the task raises, and TaskFailed for one that is not finite."""
-        if not self._scores:
-            return 0.0
         return reward_of(self._task, prompt, self._tokenizer, completion.token_ids, completion.generated)
 
 
@@ -230,6 +233,8 @@ async def score(
             return await loop.run_in_executor(pool, text.reward, prompt, completion)
 
     async def one(group: Group) -> list[float]:
+        if not text.scores:
+            return [0.0] * len(group.finished)
         return list(await asyncio.gather(*(reward(group.prompt, sample) for sample in group.finished)))
 
     outcomes = await asyncio.gather(*(one(group) for group in groups), return_exceptions=True)

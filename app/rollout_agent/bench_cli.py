@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from app.rollout_agent.config import load_settings
 from app.rollout_agent.engines.registry import choose_device, gpu_name, make_engine
 from app.rollout_agent.facts import machine_facts, open_nvml
 
-NOBODY = {"ECHO2_CONTROL_URL": "http://127.0.0.1", "ECHO2_JOIN_TOKEN": "none"}
+NOBODY = {"control_url": "http://127.0.0.1", "join_token": "none"}
 """An agent can't be set up without these; nothing is asked of them here."""
 WIDTH = 100
 
@@ -39,11 +38,7 @@ async def _measure(
     model: str, engine: str | None, concurrencies: Sequence[int], max_tokens: int, name: str,
     urls: tuple[str | None, str | None],
 ) -> Measured:  # fmt: skip
-    for variable, value in NOBODY.items():
-        os.environ.setdefault(variable, value)
-    if engine is not None:
-        os.environ["ECHO2_ENGINE"] = engine
-    settings = load_settings()
+    settings = load_settings(**NOBODY, **({} if engine is None else {"engine": engine}))
     facts = await asyncio.to_thread(machine_facts, settings.agent_dir, open_nvml())
     device = choose_device(settings.device)
     chosen = engine_for(settings.engine, facts, on_gpu=device == "cuda", has_vllm=find_spec("vllm") is not None)

@@ -5,6 +5,8 @@ Invariant: the join token is the only secret among them, and no repr or log show
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,10 +44,32 @@ class AgentSettings(BaseSettings):
     """Name to give as the GPU's; default: what PyTorch finds."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default 1 on a CPU, PyTorch's own choice on a GPU."""
+    vllm_python: Path = Path(sys.executable)
+    """Interpreter that has vLLM; default: the agent's own."""
+    vllm_tensor_parallel: int | None = Field(default=None, ge=1, le=64)
+    """GPUs that share the model; default: as many of the machine's as divide its attention heads."""
+    vllm_memory_share: float = Field(default=0.9, gt=0, lt=1)
+    """Share of each GPU's memory that vLLM takes; not used on a CPU."""
+    vllm_max_model_len: int | None = Field(default=None, ge=1)
+    """Prompt and completion, in tokens; default: what the model allows and the memory holds."""
+    vllm_max_sequences: int = Field(default=256, ge=1, le=4096)
+    """Completions side by side."""
+    vllm_on_swap: Literal["continue", "resubmit"] = "continue"
+    """What a new version does to running completions: they go on under it, or are cut and asked for again."""
+    vllm_start_timeout_s: float = Field(default=900.0, gt=0)
+    """So long vLLM may take to come up."""
+    vllm_args: str = ""
+    """Further arguments of vLLM's server, as a shell would read them; they win over ours."""
     notices: Cloud = ""
     """Whose metadata service tells when the machine will be interrupted; empty: none does."""
     tune_network: bool = False
     """The machine's kernel is ours: turn slow start after idle off. Set on rented machines, never on your own."""
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _words(cls, value: str) -> str:
+        shlex.split(value)
+        return value
 
     @field_validator("control_url")
     @classmethod
@@ -57,10 +81,11 @@ class AgentSettings(BaseSettings):
         return value.rstrip("/")
 
 
-def load_settings() -> AgentSettings:
-    """Settings from the environment. Raises BadInput with one line that names every wrong variable."""
+def load_settings(**given: object) -> AgentSettings:
+    """Settings from the environment; what is `given` wins. Raises BadInput with one line that names every wrong
+    variable."""
     try:
-        return AgentSettings()
+        return AgentSettings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         wrong = "; ".join(f"ECHO2_{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors())
         raise BadInput(wrong) from None

@@ -16,9 +16,8 @@ from typing import Any
 from app.protocol.job import SamplingSpec
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted
 from app.rollout_agent.joining import join
-from app.tasks.base import MultiTurnTask, Prompt, Task
-from app.tasks.prompts import encode_reply
-from app.tasks.scoring import turns_of
+from app.tasks.base import Prompt, Task
+from app.tasks.scoring import reply_of
 
 Sampler = Callable[[Sequence[int], int, int], Awaitable[Completion]]
 """Token ids to continue, how many of them are the completion's, how many may come → a piece with its spans."""
@@ -32,12 +31,11 @@ def answered(task: Task, tokenizer: Any, prompt: Prompt, episode: Completion, ma
 
     Raises BadInput for a reply without tokens, and whatever the task raises.
     """
-    if episode.finish_reason != "stop" or not isinstance(task, MultiTurnTask):
+    if episode.finish_reason != "stop":
         return episode
-    reply = task.respond(prompt, turns_of(tokenizer, episode.token_ids, episode.generated))
-    if reply is None:
+    ids = reply_of(task, prompt, tokenizer, episode.token_ids, episode.generated)
+    if ids is None:
         return episode
-    ids = encode_reply(tokenizer, reply.text, episode.token_ids[-1])
     marks = [True] * len(episode.token_ids) if episode.generated is None else list(episode.generated)
     if len(marks) + len(ids) >= max_tokens:
         return dataclasses.replace(episode, finish_reason="length")

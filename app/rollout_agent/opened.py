@@ -77,7 +77,8 @@ class Open:
 def is_stale(opened: Open, now: float, floor: int | None, hopeless_after_s: float) -> bool:
     """Whether a group is not worth going on with at `now`: too old for the learner, or its lease long over."""
     version = opened.oldest_version()
-    too_old = floor is not None and version is not None and version < floor
+    # An evaluation is of an old version if need be.
+    too_old = opened.item.split == "train" and floor is not None and version is not None and version < floor
     return too_old or now > opened.deadline + hopeless_after_s
 
 

@@ -32,17 +32,27 @@ NOTHING = Completion([], [], "abort")
 
 
 @dataclass(frozen=True, slots=True)
+class _Running:
+    """A piece that the engine was asked for; monotonic seconds."""
+
+    item: str
+    since: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """What is to be sampled: sample `index` of `item`, from `begun` on.
 
-    `keep` is told, by index, what is known of it, as it grows.
+    `answer` is the environment of a multi-turn task, None for one with one turn; `keep` is told, by index, what is
+    known of the sample, as it grows.
     """
 
     item: WorkItem
     prompt_ids: Sequence[int]
     index: int
     sampling: SamplingSpec
-    answer: Answer
+    answer: Answer | None
     keep: Callable[[int, Completion], None]
     begun: Completion | None = None
 
@@ -67,9 +77,10 @@ class Sampler:
         self._sleep = sleep
         self._jitter = jitter
         self._stopping = False
-        self.in_flight = 0
-        """Pieces that the engine has been asked for."""
-        self.last_result_at = clock()
+        self._running: dict[object, _Running] = {}
+        self._tokens_per_s: float | None = None
+        """Of one sample, smoothed."""
+        self._last_result_at = clock()
         """When a piece came last, or the first one after a pause was asked for."""
 
     def stop(self) -> None:
@@ -86,7 +97,12 @@ class Sampler:
         async def turn(ids: Sequence[int], start: int, max_tokens: int) -> Completion:
             return await self._turn(ask, ids, start, max_tokens)
 
-        sample = await play(turn, ask.answer, ask.prompt_ids, ask.sampling.max_tokens, ask.begun)
+        if ask.answer is not None:
+            sample = await play(turn, ask.answer, ask.prompt_ids, ask.sampling.max_tokens, ask.begun)
+        else:
+            begun = [] if ask.begun is None else ask.begun.token_ids
+            rest = await turn([*ask.prompt_ids, *begun], len(begun), ask.sampling.max_tokens - len(begun))
+            sample = join(ask.begun, rest)
         ask.keep(ask.index, sample)
         return sample
 
@@ -97,7 +113,7 @@ class Sampler:
         while got.finish_reason == CUT and not self._stopping:
             at = len(got.token_ids)
             seed = sample_seed(ask.item.seed, ask.index, start + at)
-            piece = await self._piece([*ids, *got.token_ids], seed, max_tokens - at, ask.sampling.temperature)
+            piece = await self._piece(ask, [*ids, *got.token_ids], seed, max_tokens - at)
             barren = 0 if piece.token_ids else barren + 1
             if barren >= TRIES:
                 raise Unavailable(f"the engine has cut a sample {TRIES} times without a token")
@@ -108,7 +124,7 @@ class Sampler:
                 ask.keep(ask.index, join(begun, got))
         return got
 
-    async def _piece(self, ids: Sequence[int], seed: int, max_tokens: int, temperature: float) -> Completion:
+    async def _piece(self, ask: Ask, ids: Sequence[int], seed: int, max_tokens: int) -> Completion:
         """One answer of the engine, with its spans; nothing, if the engine died of it or could not take it now."""
         version = self._engine.version
         if version is None:
@@ -116,24 +132,47 @@ class Sampler:
             version = self._engine.version
         if version is None:
             return NOTHING
-        if not self.in_flight:
-            self.last_result_at = self._clock()
-        self.in_flight += 1
+        if not self._running:
+            self._last_result_at = self._clock()
+        ticket, running = object(), _Running(ask.item.id, self._clock(), max_tokens)
+        self._running[ticket] = running
+        temperature = ask.sampling.temperature
         try:
             piece = await self._engine.sample(ids, seed=seed, max_tokens=max_tokens, temperature=temperature)
         except Unavailable as error:
-            lost = error.tokens if isinstance(error, EngineDied) else 0
-            self._ledger.sampled(lost)
-            self._ledger.waste("engine_died", lost)
-            log.info("a sample has to go on later: %s", error.detail)
+            if isinstance(error, EngineDied):
+                lost = error.tokens or self._guess(running)
+                self._ledger.sampled(lost)
+                self._ledger.waste("engine_died", lost)
+            log.debug("a sample has to go on later: %s", error.detail)
             return NOTHING
         finally:
-            self.in_flight -= 1
-        self.last_result_at = self._clock()
-        self._ledger.sampled(len(piece.token_ids))
+            del self._running[ticket]
+        self._came(len(piece.token_ids), running)
         return spanned(piece, version)
+
+    def _came(self, tokens: int, running: _Running) -> None:
+        self._ledger.sampled(tokens)
+        self._last_result_at = self._clock()
+        seconds = self._last_result_at - running.since
+        if seconds > 0:
+            speed, before = tokens / seconds, self._tokens_per_s
+            self._tokens_per_s = speed if before is None else 0.9 * before + 0.1 * speed
+
+    def _guess(self, running: _Running) -> int:
+        """How many tokens a piece has that will never come, by the speed of others."""
+        return min(running.max_tokens, int((self._tokens_per_s or 0.0) * (self._clock() - running.since)))
+
+    def lost_with(self, item: str) -> int:
+        """Tokens that go with the running pieces of an item when they are given up now, by the speed of others."""
+        return sum(self._guess(running) for running in self._running.values() if running.item == item)
+
+    @property
+    def in_flight(self) -> int:
+        """Pieces that the engine has been asked for."""
+        return len(self._running)
 
     @property
     def stalled_s(self) -> float:
         """Seconds since the last result while something is being sampled; 0 while nothing is."""
-        return self._clock() - self.last_result_at if self.in_flight else 0.0
+        return self._clock() - self._last_result_at if self._running else 0.0

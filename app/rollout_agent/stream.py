@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """So often the engine's figures are read."""
-CUT_S = 1.0
-"""So long after `abort` its samples may take to come back."""
+CUT_S, LEAST_CUT_S = 5.0, 0.8
+"""So long samples may take to come back after `abort`; less where there was little time to begin with."""
 MAX_READY = 256
-"""With so many groups waiting to be handed in, nothing more is leased."""
+"""With so many groups waiting to be scored or handed in, nothing more is leased."""
 MAX_LEASE = 1024
 EAGER = 8
 """Work is asked for when this part of the target is free: fewer requests, and the backlog fills the gap."""
@@ -86,7 +86,7 @@ class StreamWorker:
         self._target = first_target(self._bounds)
         self._open: dict[str, Open] = {}
         self._unscored = 0
-        self._drain_by = 0.0
+        self._drain_by, self._cut_s = 0.0, CUT_S
         self._installed, self._draining = asyncio.Event(), asyncio.Event()
         self._freed, self._hurry = asyncio.Event(), asyncio.Event()
         self._outbox = Outbox(delivery, clock, self._freed.set)
@@ -118,6 +118,7 @@ class StreamWorker:
         all is delivered. May be called again with less time."""
         by = asyncio.get_running_loop().time() + within_s
         self._drain_by = min(self._drain_by, by) if self._draining.is_set() else by
+        self._cut_s = min(self._cut_s, max(LEAST_CUT_S, 2 * within_s))
         for event in (self._draining, self._installed, self._freed, self._hurry):
             event.set()
         self._source.wake()
@@ -155,7 +156,8 @@ class StreamWorker:
         """Groups to ask for; 0: it is not worth a request yet."""
         groups = (self._target.samples - self.in_flight) // self._group_size
         worth = max(1, self._target.samples // EAGER // self._group_size)
-        return 0 if groups < worth or len(self._outbox) >= MAX_READY else min(groups, MAX_LEASE)
+        sampled = len(self._outbox) + sum(not opened.pending for opened in self._open.values())
+        return 0 if groups < worth or sampled >= MAX_READY else min(groups, MAX_LEASE)
 
     def _start(self, batch: Batch) -> None:
         if self._tasks is None or self._draining.is_set():
@@ -202,7 +204,7 @@ class StreamWorker:
     async def _sample(self, opened: Open) -> None:
         """All samples that are missing, side by side; the first error ends the others."""
         sampling = sampling_of(opened.item, self._sampling)
-        answer = self._text.answer(opened.told, sampling.max_tokens)
+        answer = self._text.answer(opened.told, sampling.max_tokens) if self._text.multi_turn else None
         try:
             async with asyncio.TaskGroup() as samples:
                 for index in opened.missing:
@@ -227,9 +229,16 @@ class StreamWorker:
 
     def _drop(self, opened: Open, reason: WasteReason) -> None:
         self._open.pop(opened.item.id, None)
+        self._lose(opened, reason)
         self._ledger.waste(reason, opened.tokens)
         self._ledger.give_up([opened.item.id])
         self._freed.set()
+
+    def _lose(self, opened: Open, reason: WasteReason) -> None:
+        """What the engine is at of a group will never come."""
+        lost = self._sampler.lost_with(opened.item.id)
+        self._ledger.sampled(lost)
+        self._ledger.waste(reason, lost)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -241,8 +250,8 @@ class StreamWorker:
         for opened in list(self._open.values()):
             if opened.task is not None and is_stale(opened, self._clock(), self._oldest_admissible(), HOPELESS_AFTER_S):
                 log.info("work item %s is too old or too late, and given up", opened.item.id)
-                opened.task.cancel()
                 self._drop(opened, "stale")
+                opened.task.cancel()
         try:
             load = await self._engine.load_figures()
         except EchoError as error:
@@ -275,12 +284,14 @@ class StreamWorker:
 
     async def _cut(self, working: set[asyncio.Task[None]]) -> None:
         try:
-            async with asyncio.timeout(CUT_S):
+            async with asyncio.timeout(self._cut_s):
                 await self._engine.abort()
         except (EchoError, TimeoutError) as error:
             log.warning("the engine does not cut its samples: %s", getattr(error, "detail", "timeout"))
-        _, rest = await asyncio.wait(working, timeout=CUT_S)
-        for task in rest:
-            task.cancel()
+        _, rest = await asyncio.wait(working, timeout=self._cut_s)
+        for opened in self._open.values():
+            if opened.task in rest:
+                self._lose(opened, "interrupted")
+                opened.task.cancel()
         if rest:
-            await asyncio.wait(rest, timeout=CUT_S)
+            await asyncio.wait(rest, timeout=self._cut_s)

@@ -32,7 +32,11 @@ from app.rollout_agent.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a worker is made of, besides its engine. `version`: installed last; `clock`: monotonic seconds."""
+    """What a worker is made of, besides its engine. `version`: installed last; `clock`: monotonic seconds.
+
+    `engine_pool` has one thread: the engine's, or, where that needs none, the one in which prompts are made into
+    tokens, so that no slow reward is in their way.
+    """
 
     joined: JoinAnswer
     client: NodeClient
@@ -81,7 +85,7 @@ def make_worker(
     return StreamWorker(
         client, streaming, text, source, delivery, partials,
         Sampler(streaming, revive, ledger, clock=parts.clock), ledger,
-        sampling=joined.sampling, group_size=joined.group_size, text_pool=parts.score_pool,
+        sampling=joined.sampling, group_size=joined.group_size, text_pool=parts.engine_pool,
         oldest_admissible=lambda: parts.directives().oldest_admissible, clock=parts.clock,
     )  # fmt: skip
 

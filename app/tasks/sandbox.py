@@ -153,6 +153,8 @@ class _Pool:
         while not self._free.empty():
             with suppress(queue.Empty):
                 self._forget(self._free.get_nowait())
+        # Who waits for a process finds out that there will be none.
+        self._free.put(None)
         self._scratch.cleanup()
 
     @contextmanager
@@ -164,6 +166,7 @@ class _Pool:
             raise TaskFailed(f"none of the task's processes was free for {wait:g} s") from None
         try:
             if process is None or not process.alive:
+                self._forget(process)
                 process = self._start()
             yield process
         finally:

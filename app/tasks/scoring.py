@@ -12,7 +12,7 @@ from typing import Any
 
 from app.protocol.errors import BadInput, TaskFailed
 from app.tasks.base import MultiTurnTask, Prompt, Task
-from app.tasks.prompts import decode
+from app.tasks.prompts import decode, encode_reply
 
 
 def turns_of(tokenizer: Any, completion_ids: Sequence[int], generated: Sequence[bool] | None) -> list[str]:
@@ -22,6 +22,19 @@ def turns_of(tokenizer: Any, completion_ids: Sequence[int], generated: Sequence[
     pairs = zip(completion_ids, generated, strict=True)
     runs = itertools.groupby(pairs, key=lambda pair: pair[1])
     return [decode(tokenizer, [token for token, _ in run]) for written, run in runs if written]
+
+
+def reply_of(
+    task: Task, prompt: Prompt, tokenizer: Any, completion_ids: Sequence[int], generated: Sequence[bool] | None
+) -> list[int] | None:
+    """Token ids that the environment puts behind a turn which the policy has ended; None when the episode is over.
+
+    Raises BadInput for a reply without tokens, and whatever the task raises.
+    """
+    if not isinstance(task, MultiTurnTask):
+        return None
+    reply = task.respond(prompt, turns_of(tokenizer, completion_ids, generated))
+    return None if reply is None else encode_reply(tokenizer, reply.text, completion_ids[-1])
 
 
 def reward_of_turns(task: Task, prompt: Prompt, turns: Sequence[str]) -> float:

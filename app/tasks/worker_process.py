@@ -142,7 +142,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             return "its process closed its pipes"
         number = -code if code < 0 else code - 128 if code > 128 else 0
-        if number == signal.SIGXCPU:
+        if signal.SIGXCPU in (code, number):
             return "its process used more processor time than it may"
         name = signal.Signals(number).name if number in set(signal.Signals) else f"exit status {code}"
         return f"its process ended by itself ({name})"

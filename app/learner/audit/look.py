@@ -17,7 +17,7 @@ from app.learner.audit.scoring import Scored
 from app.learner.audit.statistics import NOTHING, Figures, Tokens, figures, joined
 from app.learner.buffer import Group
 from app.protocol.audits import Audit, Fault, Verdict
-from app.protocol.copies import Sample, copied
+from app.protocol.copies import Sample, copied, packed
 from app.protocol.trajectory import Rollout
 
 
@@ -66,7 +66,7 @@ def look(
             replace(found, surprise=0.0, variance=0.0, spread=0.0, excess=0.0), reward_off, 0, None, None, foreign
         )
     samples = [
-        Sample(tuple(r.completion_ids), float(t.again.sum())) for r, t in zip(group.rollouts, tokens, strict=True)
+        Sample(packed(r.completion_ids), float(t.again.sum())) for r, t in zip(group.rollouts, tokens, strict=True)
     ]
     return Look(found, reward_off, copied(samples), None, None, foreign)
 

@@ -47,7 +47,8 @@ def shard(model: Any, spec: LearnerSpec, ranks: Ranks) -> None:
     dtype = torch.bfloat16 if spec.precision == "bfloat16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        # On one rank there is nothing to be saved between forward and backward.
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=ranks.size > 1)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

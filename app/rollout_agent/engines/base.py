@@ -28,7 +28,7 @@ class Interrupted(Unavailable):
 
 
 class EngineDied(Unavailable):
-    """The engine's process ended while it sampled; `tokens` of this completion went with it, as far as known."""
+    """The engine's process ended while it sampled; `tokens` of this completion went with it, 0 if that is not known."""
 
     code = "engine_died"
     title = "Engine died"

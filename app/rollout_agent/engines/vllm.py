@@ -77,9 +77,20 @@ class VllmEngine:
         """The process that leads the engine's group; None while there is none."""
         return self._life.process.pid if self._life is not None and self._life.process.alive else None
 
+    @property
+    def base_url(self) -> str | None:
+        """Where the server listens; None while there is none. It answers nobody without its key."""
+        return self._life.http.base_url if self._life is not None else None
+
     async def load(self, model_dir: Path) -> None:
         """Start the server, after ending the one before. Raises BadInput, Unavailable."""
+        # First, so that a swap that hangs fails now instead of being waited for.
         await self._end()
+        async with self._swap:
+            await self._end()
+            await self._start(model_dir)
+
+    async def _start(self, model_dir: Path) -> None:
         version = features(await installed_version(self._options.python))
         if not version.tested:
             log.warning("vLLM %s was never tested with this agent; 0.32.0 was", version.version)
@@ -137,7 +148,8 @@ class VllmEngine:
                 self._version, self._quantisation = version, manifest.quantisation
                 life.settled.set()
             else:
-                self._version = None
+                if life is self._life:
+                    self._version = None
                 # Cancelled or not: what has these weights must not go on.
                 await asyncio.shield(life.condemn(version))
 
@@ -154,7 +166,7 @@ class VllmEngine:
 
     async def _probe(self, life: Life, manifest: Manifest, salt: str, model: str) -> None:
         """Hold the engine's log-probs against the learner's; without a probe in the manifest one token has to do."""
-        probe = getattr(manifest, "probe", None)
+        probe = manifest.probe
         if probe is None:
             await life.one_token(self._ready().eos[0], salt=salt, model=model)
             return

@@ -31,8 +31,9 @@ class EngineHttp:
     """Calls to one server."""
 
     def __init__(self, port: int, key: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.base_url = f"http://{HOST}:{port}"
         self._http = httpx.AsyncClient(
-            base_url=f"http://{HOST}:{port}",
+            base_url=self.base_url,
             headers={"Authorization": f"Bearer {key}"},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,

@@ -66,6 +66,8 @@ class Node(Base):
     audit_spread: Mapped[float] = mapped_column(default=0.0, server_default="0")
     audit_jump: Mapped[float] = mapped_column(default=0.0, server_default="0")
     audit_excess: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    caught: Mapped[str | None] = mapped_column(Text)
+    """What it handed in that no honest node does: it is put into quarantine in the next round."""
     quarantined_at: Mapped[float | None]
 
 

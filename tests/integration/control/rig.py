@@ -342,6 +342,10 @@ class Learner:
 
     async def poll(self, after: int = 0, wait_s: float = 0) -> list[TrajectoryRef]:
         """Accepted files."""
+        return [TrajectoryRef.model_validate(item) for item in (await self.page(after, wait_s))["items"]]
+
+    async def page(self, after: int = 0, wait_s: float = 0) -> dict[str, Any]:
+        """A page of the index."""
         token = self.world.svc.core.secrets.learner_token(self.job_id)
         answer = await self.world.http.get(
             f"/v1/jobs/{self.job_id}/learner/trajectories",
@@ -349,7 +353,7 @@ class Learner:
             headers={"Authorization": f"Bearer {token}", "Echo2-Epoch": str(self.epoch)},
         )
         assert answer.status_code == 200, answer.text
-        return [TrajectoryRef.model_validate(item) for item in answer.json()["items"]]
+        return dict(answer.json())
 
     async def train(self, groups: Sequence[str], *, t_train: float | None = None, **changes: Any) -> None:
         """One step on these groups."""

@@ -15,7 +15,7 @@ from app.protocol.pruning import informative
 from app.protocol.trajectory import Rollout, encode
 from app.storage.models import Job, PromptStats
 from tests.integration.control.conftest import BOTH
-from tests.integration.control.rig import Node_, World
+from tests.integration.control.rig import GROUP, MU, Node_, World
 
 
 async def _answer(node: Node_, items: Sequence[WorkItem], rows: Sequence[Rollout]) -> httpx.Response:
@@ -71,7 +71,7 @@ async def test_groups_predicted_long_go_to_the_fast_node_and_to_the_slow_one_wha
     learner = await control.ready_learner(job_id, 2)
     await control.round()
     await control.round(10)
-    fast, slow, *_ = [await control.join(r) for r in control.provider.live() if r.env]
+    fast, slow, *_ = nodes = [await control.join(r) for r in control.provider.live() if r.env]
     order = [prompt_at(0, ordinal, 50) for ordinal in range(8)]
     await _know(control, job_id, {p: 10.0 * (i + 1) for i, p in enumerate(order)}, 45.0)
     await learner.beat()
@@ -83,13 +83,20 @@ async def test_groups_predicted_long_go_to_the_fast_node_and_to_the_slow_one_wha
     assert [i.prompt_index for i in to_fast] == [order[7]]
     assert [i.prompt_index for i in to_slow] == [order[0]]
     assert [i.ordinal for i in await control.items(job_id)] == list(range(8))
-    # With that under way, it could not finish another one while v0 is admissible.
-    await slow.beat(tokens_per_s=1.0)
+    # Drawn to the job's mean the next shortest has 46 tokens: they would fit into the time in which v0 is admissible,
+    # but not with the 28 that are under way.
+    time_left = 4 * 16 * GROUP / (MU * len(nodes))
+    await slow.beat(tokens_per_s=60 / (0.8 * time_left))
     waits = await slow.ask(1)
     assert waits["items"] == []
-    assert waits["reason"].startswith("dispatch: at 1 tokens/s")
+    assert waits["reason"].startswith("dispatch: at ")
+    assert "28 tokens to sample" in waits["reason"]
     again, _ = await fast.work(1)
     assert [i.prompt_index for i in again] == [order[6]]
+    assert (await _answer(slow, to_slow, slow.rollouts(to_slow))).json()["accepted"] == [to_slow[0].id]
+    await _know(control, job_id, {}, 45.0)
+    then, _ = await slow.work(1)
+    assert [i.prompt_index for i in then] == [order[1]]
 
 
 async def test_group_sizes_follow_the_policy_and_every_count_follows_them(control: World) -> None:

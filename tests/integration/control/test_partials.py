@@ -9,10 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from blake3 import blake3
+from sqlalchemy import select
 
 from app.protocol.node import UploadSlot, WorkItem
 from app.protocol.partial import encode_partial
 from app.protocol.trajectory import Rollout, encode
+from app.storage.models import GroupPrint
+from app.storage.models import WorkItem as WorkItemRow
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.rig import Node_, World
 
@@ -50,6 +53,11 @@ async def _finish(node: Node_, items: Sequence[WorkItem], rows: Sequence[Rollout
     slot, data = await _slot(node), encode(rows)
     await node.put(slot, data)
     return await node.commit(slot, data, [i.id for i in items])
+
+
+async def _prints(world: World) -> list[str]:
+    async with world.svc.core.db.read() as session:
+        return list(await session.scalars(select(GroupPrint.work_item)))
 
 
 def _there(world: World, key: str) -> bool:
@@ -103,6 +111,23 @@ async def test_who_samples_a_begun_group_from_scratch_answers_for_it_alone(contr
     assert (await _finish(two, got, two.rollouts(got))).json()["accepted"] == [items[0].id]
     assert [ref.written_by for ref in await learner.poll()] == [{}]
     assert [(i.partial_node, i.written_by) for i in await control.items(job_id) if i.id == items[0].id] == [(None, [])]
+
+
+async def test_a_group_that_is_sampled_again_has_nobody_who_began_it(control: World) -> None:
+    job_id = await control.create()
+    learner, (one, two) = await control.running(job_id, nodes=2)
+    items, _ = await one.work(1)
+    await _hand_back(one, _begun(one, items))
+    got, _ = await two.work(1)
+    assert (await _finish(two, got, two.rollouts(got))).json()["accepted"] == [items[0].id]
+    # Whoever withdraws it: it waits again, and nothing of it is left.
+    async with control.svc.core.db.write() as session:
+        item = await session.get_one(WorkItemRow, items[0].id)
+        item.status, item.node_id, item.trajectory_seq = "pending", None, None
+    again, _ = await two.work(1)
+    assert (again[0].id, again[0].partial) == (items[0].id, None)
+    assert (await _finish(two, again, two.rollouts(again))).json()["accepted"] == [items[0].id]
+    assert [ref.written_by for ref in await learner.poll()] == [{}]
 
 
 async def test_who_replaces_a_beginning_that_was_taken_over_still_answers_for_it(control: World) -> None:
@@ -252,9 +277,16 @@ async def test_keys_of_other_nodes_and_of_other_files_are_not_taken(control: Wor
     assert len(await learner.poll()) == 1
 
 
-async def test_beginnings_of_a_job_that_is_over_are_removed(control: World) -> None:
+async def test_what_a_job_that_is_over_leaves_behind_is_removed(control: World) -> None:
     job_id = await control.create()
     learner, (node,) = await control.running(job_id)
+    done, _ = await node.work(1)
+    rows = [
+        replace(r, logprobs=[-9.0, -9.0 - r.sample_index], completion_ids=[r.sample_index, 1])
+        for r in node.rollouts(done)
+    ]
+    assert (await _finish(node, done, rows)).json()["accepted"] == [done[0].id]
+    assert await _prints(control) == [done[0].id]
     items, _ = await node.work(1)
     body = await _put(node, _begun(node, items))
     await node.post("partials", body)
@@ -263,4 +295,5 @@ async def test_beginnings_of_a_job_that_is_over_are_removed(control: World) -> N
     await control.rounds(4, 10, node)
     assert (await control.job(job_id))["status"] == "cancelled"
     await control.svc.loop._collect_garbage()
+    assert await _prints(control) == []
     assert not _there(control, body["key"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from blake3 import blake3
 from sqlalchemy import select
 
 from app.protocol.audits import AuditAnswer
 from app.protocol.node import NodeState
 from app.protocol.partial import encode_partial
+from app.protocol.trajectory import encode
 from app.storage.models import AuditRow, Cooldown
+from app.storage.models import WorkItem as WorkItemRow
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.rig import GROUP, Learner, Node_, World
 
@@ -128,9 +132,9 @@ async def test_a_node_with_noise_within_the_bound_stays(control: World) -> None:
 
 async def test_tokens_too_likely_for_too_long_are_a_lie(control: World) -> None:
     job_id = await control.create(batch={"prompts": 20})
-    learner, (node,) = await control.running(job_id)
+    learner, (node, *_) = await control.running(job_id)
     items = await node.produce(12)
-    odd = {"surprise": -20.0, "excess": -20.0, "variance": 100.0, "spread": 90.0, "jump": 2.0}
+    odd = {"surprise": -30.0, "excess": -30.0, "variance": 100.0, "spread": 90.0, "jump": 2.0}
     answers = [(await tell(learner, audit(node, item, **odd))).quarantined for item in items]
     assert answers[0] == []
     assert [node.id] in answers
@@ -162,7 +166,7 @@ async def test_what_a_liar_began_nobody_goes_on_with(control: World) -> None:
     assert (await control.items(job_id))[1].partial_node == liar.id
     await tell(learner, audit(liar, done, **WRONG))
     assert (await control.items(job_id))[1].partial_key is None
-    got, _ = await other.work(5)
+    got = [*(await other.work(1))[0], *(await other.work(1))[0]]
     assert {i.id for i in got} == {done, items[0].id}
     assert all(i.partial is None for i in got)
 
@@ -184,3 +188,44 @@ async def test_audits_of_unknown_nodes_and_by_old_learners_change_nothing(contro
     async with control.svc.core.db.read() as session:
         assert (await session.scalars(select(AuditRow))).first() is None
     assert (await control.node_row(node.id)).quarantined_at is None
+
+
+@pytest.mark.parametrize("kind", ["copied", "replayed"])
+async def test_who_hands_in_copies_is_out_in_the_next_round(control: World, kind: str) -> None:
+    """One completion for the whole group, or the answers of an earlier group to the same prompt."""
+    job_id = await control.create()
+    learner, (liar, other) = await control.running(job_id, nodes=2)
+    (before,) = await liar.produce(1)
+    items, slot = await liar.work(1)
+    assert slot is not None
+    unlikely = {"completion_ids": [4, 5, 6], "logprobs": [-9.0, -9.0, -9.0]}
+    if kind == "replayed":
+        first = items[0]
+        rows = [
+            replace(r, completion_ids=[4, 5, 6 + r.sample_index], logprobs=[-9.0] * 3) for r in liar.rollouts([first])
+        ]
+        data = encode(rows)
+        await liar.put(slot, data)
+        assert (await liar.commit(slot, data, [first.id])).status_code == 200
+        async with control.svc.core.db.write() as session:
+            # As if the same prompt had come again, an epoch later.
+            row = (await session.scalars(select(WorkItemRow).where(WorkItemRow.id == first.id))).one()
+            index = row.prompt_index
+        items, slot = await liar.work(1)
+        assert slot is not None
+        async with control.svc.core.db.write() as session:
+            row = (await session.scalars(select(WorkItemRow).where(WorkItemRow.id == items[0].id))).one()
+            row.prompt_index = index
+        data = encode([replace(r, work_item=items[0].id) for r in rows])
+    else:
+        data = encode(liar.rollouts(items, **unlikely))
+    await liar.put(slot, data)
+    answer = await liar.commit(slot, data, [items[0].id])
+    assert answer.json()["reason"] == kind
+    await control.round()
+    row_ = await control.node_row(liar.id)
+    assert (row_.state, row_.quarantined_at) == (NodeState.LOST, control.clock())
+    assert row_.reason.startswith(f"quarantined: {kind}: ")
+    assert before in [i.id for i in await control.items(job_id) if i.status == "pending"]
+    assert (await learner.page())["quarantined"] == [liar.id]
+    assert (await control.node_row(other.id)).quarantined_at is None

@@ -19,6 +19,7 @@ from app.learner.config import LearnerSettings
 from app.learner.process import run
 from app.learner.tiny import tiny_model
 from app.protocol.job import JobSpec
+from app.snapshots.manifest import Probe
 from app.storage.stores import FolderStore
 from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, Server
 
@@ -147,8 +148,29 @@ def check_store(service: FakeService, ready: dict) -> None:
     start = AutoModelForCausalLM.from_pretrained(tiny_model(CACHE))
     assert not torch.equal(trained.model.norm.weight, start.model.norm.weight)
     assert AutoTokenizer.from_pretrained(final).chat_template
+    check_probe(manifest.probe, trained.bfloat16().float())
     for asset in ready["assets"]:
         assert service.store.head(f"jobs/{JOB}/model/{asset['path']}").size == asset["size"]
+
+
+def check_probe(probe: Probe | None, published) -> None:
+    """An engine that holds the published weights says what the manifest says."""
+    assert probe is not None
+    ids = torch.tensor([probe.token_ids])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(published(input_ids=ids).logits[0, :-1], -1)
+    found = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+    assert found.tolist() == pytest.approx(probe.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("rewards", ["learner", "both"])
+def test_a_job_whose_rewards_the_learner_computes(tmp_path: Path, rewards: str):
+    service = service_for(tmp_path, spec(rewards=rewards, stop={"steps": 2}))
+    with Server(service) as url:
+        assert run(settings(tmp_path, url)) == 0
+    # With `learner` nodes hand in 0; the model gets about one answer in five right.
+    assert 0 < sum(s["reward"] for s in service.steps.values()) < 2
+    assert all(s["dropped"] == [] for s in service.steps.values())
 
 
 @pytest.mark.timeout(400)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import uvicorn
@@ -61,6 +61,11 @@ async def eventually(condition: Callable[[], bool], what: str, timeout_s: float 
         await asyncio.sleep(0.01)
 
 
+SPELL = TaskSpec(
+    name="reasoning_gym", params={"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5, "size": 200}
+)
+
+
 @dataclass
 class Control:
     """The server's state, which tests read and turn."""
@@ -97,6 +102,9 @@ class Control:
     """Work item → policy version of its rollouts."""
     refused: int = 0
     max_tokens: int = MAX_TOKENS
+    task: TaskSpec = SPELL
+    """Its files are in `files`, by `task/` and their names."""
+    rewards: Literal["node", "learner", "both"] = "node"
     handed_over: dict[str, PartialRef] = field(default_factory=dict)
     """Work item → its beginning; leased again before anything else."""
     begun: dict[str, list[trajectory.Rollout]] = field(default_factory=dict)
@@ -196,10 +204,12 @@ class Control:
                 node_id="n1",
                 node_token=NODE_TOKEN,
                 job_id=JOB,
-                task=TaskSpec(
-                    name="reasoning_gym",
-                    params={"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5, "size": 200},
-                ),
+                task=self.task,
+                task_files=[
+                    AssetRef(path=f.name, size=f.size, blake3=f.blake3, url=f"{self.base_url}/objects/task/{f.name}")
+                    for f in self.task.files
+                ],
+                rewards=self.rewards,
                 sampling=SamplingSpec(max_tokens=self.max_tokens),
                 group_size=GROUP_SIZE,
                 seed=0,

@@ -133,12 +133,13 @@ async def test_a_streaming_node_installs_new_versions_while_samples_run(tmp_path
 
 async def test_a_terminated_process_in_a_long_batch_is_finished_by_another_engine_as_in_one_go(tmp_path: Path) -> None:
     async with running(tmp_path) as (control, _):
-        control.max_tokens = 40
+        control.max_tokens = 100
         # A group takes some seconds.
-        process = await start(control, tmp_path / "one", ECHO2_SIM_TOKENS_PER_S="12")
+        process = await start(control, tmp_path / "one", ECHO2_SIM_TOKENS_PER_S="60")
         try:
             await eventually(lambda: bool(control.leased), "it is at work", 60)
-            await asyncio.sleep(1.0)
+            beats = len(control.beats)
+            await eventually(lambda: len(control.beats) > beats + 8, "it has sampled for a while")
             process.send_signal(signal.SIGTERM)
             log = await log_of(process)
         finally:

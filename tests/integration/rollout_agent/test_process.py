@@ -80,8 +80,9 @@ async def test_a_signal_ends_a_working_agent_in_order(tmp_path: Path, unused_tcp
 async def test_sigterm_in_the_middle_of_a_long_batch_hands_everything_back_in_time(tmp_path: Path) -> None:
     async with running(tmp_path) as (control, _):
         control.heartbeat_s = 60.0
-        # One batch would take minutes.
-        process = await start(control, tmp_path / "node", ECHO2_SIM_TOKENS_PER_S="0.05")
+        control.max_tokens = 200
+        # The self-test takes a second or two, one batch twice the grace.
+        process = await start(control, tmp_path / "node", ECHO2_SIM_TOKENS_PER_S="100")
         try:
             await eventually(lambda: bool(control.leased), "it is at work", 60)
             process.send_signal(signal.SIGTERM)
@@ -95,10 +96,11 @@ async def test_sigterm_in_the_middle_of_a_long_batch_hands_everything_back_in_ti
         assert told.state == NodeState.DRAINING
         assert told.interruption == Interruption(kind="interruption", source="signal", detail="SIGTERM")
         [leave] = control.leaves
-        assert set(leave.unfinished) == set(control.leased)
-        assert not control.committed
+        assert not control.committed, log
+        # An item whose taking over was not heard in time is handed back once more.
+        assert set(leave.unfinished) | set(control.begun) == set(control.leased), log
         heard = control.calls.index("heartbeat", len(control.calls) - 1 - control.calls[::-1].index("heartbeat"))
-        assert control.calls[heard + 1 :] == ["leave"], "nothing more is asked for"
+        assert control.calls[heard + 1 :] in (["leave"], ["upload", "partials", "leave"]), "no more work is asked for"
 
 
 async def test_a_machine_s_own_metadata_service_is_asked_and_not_through_the_proxy(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -94,3 +95,56 @@ def test_wait_ends_when_the_last_group_arrives_and_at_its_timeout():
 def test_lags_count_rollouts():
     groups = [group("a", version=[4, 4, 3, 5]), group("b", version=5)]
     assert lag_histogram(groups, 5) == {0: 5, 1: 2, 2: 1}
+
+
+def _of(node: str, name: str, version: int = 0):
+    return dataclasses.replace(group(name, version=version), node=node)
+
+
+def test_a_group_with_a_fault_is_dropped_unless_something_was_made_of_it():
+    buffer = ReplayBuffer()
+    for name in ("a", "b"):
+        buffer.add(group(name))
+    (trained,), _ = buffer.take(0, 3, 1)
+    buffer.discard("b")
+    buffer.discard("never came")
+    buffer.discard(trained.work_item)
+    assert [(d.work_item, d.reason) for d in buffer.evict(0, 3)] == [("b", "invalid"), ("never came", "invalid")]
+    assert len(buffer) == 0
+    assert not buffer.add(group("b"))
+
+
+def test_what_is_withdrawn_is_forgotten_and_welcome_from_others():
+    buffer = ReplayBuffer()
+    for node, name in (("n", "a"), ("n", "b"), ("m", "c"), ("m", "d")):
+        buffer.add(_of(node, name))
+    buffer.withdraw(["c", "elsewhere"], ["n"])
+    assert buffer.evict(0, 3) == []
+    assert len(buffer) == 1
+    assert [buffer.add(_of("o", name)) for name in ("a", "b", "c", "d")] == [True, True, True, False]
+
+
+def test_what_is_set_aside_is_not_taken_and_comes_back_to_its_place():
+    buffer = ReplayBuffer()
+    for node, name in (("n", "a"), ("m", "b"), ("n", "c")):
+        buffer.add(_of(node, name))
+    aside = buffer.set_aside(["n"])
+    assert not buffer.ready(0, 3, 2)
+    buffer.add(_of("m", "d"))
+    buffer.put_back(aside)
+    assert [g.work_item for g in buffer.take(0, 3, 4)[0]] == ["a", "b", "c", "d"]
+
+
+def test_a_step_that_was_to_be_made_again_from_what_is_withdrawn_is_made_from_others():
+    buffer = ReplayBuffer()
+    buffer.plan({1: ["a", "b"]})
+    buffer.add(_of("n", "a"))
+    aside = buffer.set_aside(["n"])
+    buffer.put_back(aside)
+    buffer.add(_of("m", "b"))
+    assert buffer.ready(0, 3, 5), "set aside and put back changes nothing"
+    buffer.withdraw((), ["n"])
+    for name in ("c", "d"):
+        buffer.add(_of("m", name))
+    assert not buffer.ready(0, 3, 5)
+    assert [g.work_item for g in buffer.take(0, 3, 3)[0]] == ["b", "c", "d"]

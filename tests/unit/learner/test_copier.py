@@ -80,3 +80,17 @@ def test_a_step_says_where_its_seconds_went():
     assert {n for n in done.times if n.startswith("t_")} == names
     assert sum(parts) == pytest.approx(done.t_train, abs=0.01)
     assert done.times["tokens_per_s"] > 0
+
+
+def test_a_copy_that_nobody_needs_is_given_back_and_others_keep_theirs():
+    copier = Copier()
+    (first,) = copier.begin(lambda: {"w": torch.ones(4)})
+    kept = first["w"]
+    (second,) = copier.begin(lambda: {"w": torch.zeros(4)})
+    del first
+    copier.settle()
+    assert kept.tolist() == [1.0] * 4
+    assert second["w"].tolist() == [0.0] * 4
+    (third,) = copier.begin(lambda: {"w": torch.ones(2)})
+    del third
+    copier.settle()

@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
+from app.learner.audit.auditor import Auditor as RealAuditor
 from app.learner.buffer import Group, ReplayBuffer
 from app.learner.inbox import GroupReader, Inbox, counted
 from app.learner.outbox import Directives
 from app.learner.rewards import Rewarder, wrong
+from app.protocol.audits import Audit, AuditAnswer, AuditReport
 from app.protocol.errors import TaskFailed
 from app.protocol.learner import TrajectoryRef
 from app.storage.stores import FolderStore
@@ -273,3 +276,51 @@ def test_nodes_that_do_not_score_can_t_evaluate():
     with pytest.raises(ValidationError, match="eval_by"):
         job(rewards="learner")
     assert job(rewards="both").rewards == "both"
+
+
+class Found:
+    """The control service's audits call: a node that fails one is in quarantine."""
+
+    def __init__(self) -> None:
+        self.audits: list[Audit] = []
+
+    def audits_call(self, body: AuditReport) -> AuditAnswer:
+        self.audits += body.audits
+        return AuditAnswer(quarantined=[a.node_id for a in body.audits if a.verdict == "failed"])
+
+
+class AllOff:
+    """Every reward is one too high."""
+
+    def off(self, given: Group) -> float:
+        return 1.0
+
+
+class NotAtHand:
+    """No version to hold log-probs against."""
+
+    def score(self, version: int, rollouts: object) -> None:
+        return None
+
+
+def test_a_wrong_reward_is_an_audit_that_failed_and_its_node_s_other_groups_go_too(rig):
+    buffer, found = ReplayBuffer(), Found()
+    control = SimpleNamespace(audits=found.audits_call)
+    spec = job(rewards="both", trust={"audit_share": 0.0, "probation": 0, "each_version": False})
+    auditor = RealAuditor(spec, NotAtHand(), AllOff(), control, buffer, Directives(WORD))
+    auditor.start()
+    try:
+        made = rig(Sums(), "both", auditor)
+        made.take(answers("good", RIGHT))
+        assert buffer.wait(0, 3, 1, WAIT_S), "nobody audits what is right here"
+        assert found.audits == []
+        made.take(answers("bad"), seq=2)
+        assert made.dropped() == [("bad", "wrong_reward")]
+        until = time.monotonic() + WAIT_S
+        while not found.audits and time.monotonic() < until:
+            auditor.idle(0.01)
+        assert auditor.idle(WAIT_S)
+    finally:
+        auditor.stop()
+    assert [(a.work_item, a.verdict, a.fault) for a in found.audits] == [("bad", "failed", "reward")]
+    assert len(buffer) == 0, "what its node said before is not trained on either"

@@ -68,6 +68,8 @@ def test_the_bound_on_copies_holds_where_it_is_tight() -> None:
         ([_sample(tuple(range(40)), -60.0)] * 2 + [_sample((i,), -1.0) for i in range(6)], 2),
         ([_sample((1, 2, 3), -60.0), _sample((1, 2, 4), -60.0)], 0),
         ([_sample((1,), -1e-9)] * 1024, 0),
+        # Of two versions, one of which found it likely.
+        ([_sample((1, 2), -60.0), _sample((1, 2), -0.5)], 0),
     ],
 )  # fmt: skip
 def test_copies_are_told_by_their_own_log_probs(group: list[Sample], times: int) -> None:

@@ -77,7 +77,7 @@ def test_everything_else_is_refused(rows: list[Rollout], reason: str) -> None:
 
 
 def test_a_finished_sample_of_full_length_is_no_cut_one() -> None:
-    full = {"completion_ids": [1] * 8, "logprobs": [-1.0] * 8}
+    full: dict[str, Any] = {"completion_ids": [1] * 8, "logprobs": [-1.0] * 8}
     check(*GOOD, sample(index=1, finish_reason="length", **full))
 
 

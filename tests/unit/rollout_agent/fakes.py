@@ -26,8 +26,9 @@ class Letters:
     """A tokenizer whose ids are code points."""
 
     chat_template = None
+    all_special_ids: Sequence[int] = ()
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:

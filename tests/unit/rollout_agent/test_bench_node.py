@@ -157,7 +157,7 @@ async def test_a_get_is_not_compressed() -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request.headers["accept-encoding"])
-        return httpx.Response(200, content=b"x")
+        return httpx.Response(200, stream=httpx.ByteStream(b"x"))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         await down_mbps(http, "http://x/")

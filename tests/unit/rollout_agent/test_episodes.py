@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -241,6 +242,27 @@ async def test_continuing_has_the_log_probs_of_the_whole_text(engine: Transforme
         assert got == (pytest.approx(want, abs=1e-4) if own else 0.0)
 
 
-async def test_rewards_of_a_job_that_scores_elsewhere_are_0(engine: TransformersEngine):
-    text = TextSide(Count(1), engine.tokenizer, scores=False)
-    assert text.reward(PROMPT, said("ab")) == 0.0
+async def test_a_job_that_scores_elsewhere_has_zeros_and_never_asks_the_task(engine: TransformersEngine):
+    class Asked(Count):
+        def episode_reward(self, prompt: Prompt, turns: Sequence[str]) -> float:
+            raise AssertionError("asked")
+
+    text = TextSide(Asked(1), engine.tokenizer, scores=False)
+    with ThreadPoolExecutor(1) as pool:
+        rewards, failed = await score(text, sample(engine, text, a_batch(), SamplingSpec(max_tokens=8)).whole, pool)
+    assert (rewards, failed) == ({"w1": [0.0] * 8}, {})
+
+
+async def test_a_group_s_rewards_are_computed_side_by_side(engine: TransformersEngine):
+    """All eight wait for each other: one after the other they would wait for ever."""
+    together = threading.Barrier(8, timeout=20)
+
+    class Waiting(Count):
+        def episode_reward(self, prompt: Prompt, turns: Sequence[str]) -> float:
+            together.wait()
+            return 1.0
+
+    text = TextSide(Waiting(1), engine.tokenizer, at_once=8)
+    with ThreadPoolExecutor(8) as pool:
+        rewards, failed = await score(text, sample(engine, text, a_batch(), SamplingSpec(max_tokens=8)).whole, pool)
+    assert (rewards, failed) == ({"w1": [1.0] * 8}, {})

@@ -15,7 +15,7 @@ from app.protocol.trajectory import Rollout
 from app.rollout_agent.batch import Begun, Group
 from app.rollout_agent.engines.base import Completion, Span
 from app.rollout_agent.ledger import WorkLedger
-from app.rollout_agent.partials import Partials
+from app.rollout_agent.partials import Partials, encoded
 from app.tasks.base import Prompt
 from tests.unit.rollout_agent.fake_stream import Desk
 from tests.unit.rollout_agent.fakes import Clock, problem, rows_of
@@ -140,13 +140,14 @@ async def test_only_what_was_taken_is_passed_on() -> None:
 
 
 async def test_files_are_kept_under_the_limit() -> None:
-    one = len(begun())
-    bench = Bench(max_upload_bytes=one + 400)
     names = [f"w{n}" for n in range(9)]
+    groups = [group(name) for name in names]
+    limit = len(encoded(groups)) - 1
+    bench = Bench(max_upload_bytes=limit)
     bench.ledger.leased(dict.fromkeys(names, 1060.0))
-    await bench.partials.hand_over([group(name) for name in names])
-    assert len(bench.desk.wire.files) > 1
-    assert all(len(file) <= one + 400 for file in bench.desk.wire.files)
+    await bench.partials.hand_over(groups)
+    assert len(bench.desk.wire.files) == 2
+    assert all(len(file) <= limit for file in bench.desk.wire.files)
     assert sorted(item for body in bench.desk.wire.of("partials") for item in body["work_items"]) == names
     assert bench.ledger.unfinished() == []
 
@@ -162,7 +163,8 @@ async def test_files_are_kept_under_the_limit() -> None:
 async def test_a_failed_hand_over_is_counted_and_handed_back_without_it(
     call: str, answer: Callable[[dict[str, Any]], httpx.Response]
 ) -> None:
-    bench = Bench(**{call: answer})
+    answers: dict[str, Any] = {call: answer}
+    bench = Bench(**answers)
     bench.ledger.leased({"w1": 1060.0})
     await bench.partials.hand_over([group("w1")])
     assert bench.ledger.unfinished() == ["w1"]

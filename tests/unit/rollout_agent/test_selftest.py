@@ -13,8 +13,9 @@ import pytest
 
 from app.protocol.job import SamplingSpec
 from app.rollout_agent.engines.base import Completion, Interrupted
+from app.rollout_agent.measure import Rates
 from app.rollout_agent.room import Unfit
-from app.rollout_agent.selftest import SAMPLES, Shape, examine, fault, of_streams, rates, sampler, shape_for
+from app.rollout_agent.selftest import SAMPLES, Shape, examine, fault, of_streams, rates, sampler, shape_for, usual_s
 
 SHAPE = Shape([1, 2, 3], 2, 4, 260)
 
@@ -74,18 +75,35 @@ def answering(answer: Callable[[Shape], list[Completion]], asked: list[int] | No
     return ask
 
 
-async def test_the_speed_is_that_of_the_last_round() -> None:
+async def test_a_fast_machine_is_asked_for_more_and_its_best_round_counts() -> None:
     asked: list[int] = []
-    found = await examine(answering(lambda s: [sample()] * s.samples, asked), SHAPE, max_tokens=4, clock=Clock())
-    assert asked == list(SAMPLES)
-    assert found.rollouts_per_s == SAMPLES[-1]
-    assert found.tokens_per_s == 2 * SAMPLES[-1]
+    found = await examine(
+        answering(lambda s: [sample()] * min(s.samples, 64) + [sample([1])] * (s.samples - 64), asked),
+        SHAPE,
+        max_tokens=4,
+        clock=Clock(0.25),
+    )
+    assert asked == list(SAMPLES) == [8, 64, 256]
+    assert found.tokens_per_s == (2 * 64 + 192) / 0.25
+    assert found.rollouts_per_s == 256 / 0.25
 
 
 async def test_a_slow_machine_is_not_asked_for_more() -> None:
     asked: list[int] = []
     await examine(answering(lambda s: [sample()] * s.samples, asked), SHAPE, max_tokens=4, clock=Clock(10.0))
     assert asked == [SAMPLES[0]]
+
+
+async def test_more_than_fits_is_no_fault_but_nothing_that_fits_is() -> None:
+    def small(shape: Shape, most: int) -> list[Completion]:
+        if shape.samples > most:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return [sample()] * shape.samples
+
+    found = await examine(answering(lambda s: small(s, 64)), SHAPE, max_tokens=4, clock=Clock(0.25))
+    assert found.tokens_per_s == 2 * 64 / 0.25
+    with pytest.raises(Unfit, match="out of memory"):
+        await examine(answering(lambda s: small(s, 4)), SHAPE, max_tokens=4, clock=Clock(0.25))
 
 
 async def test_an_engine_that_fails_makes_the_machine_unfit() -> None:
@@ -139,6 +157,16 @@ class Streams:
         self.seeds.append(seed)
         assert temperature == 0.7
         return sample([seed % 260])
+
+
+@pytest.mark.parametrize(
+    ("probe", "recent", "usual"),
+    [(None, None, None), (None, 3.0, 3.0), (Rates(1.0, 640.0), None, 10.0), (Rates(1.0, 640.0), 30.0, 30.0)],
+)
+def test_what_is_usual_is_the_longest_that_is_known(
+    probe: Rates | None, recent: float | None, usual: float | None
+) -> None:
+    assert usual_s(probe, recent, max_tokens=100) == usual
 
 
 async def test_an_engine_of_single_completions_is_asked_for_them_side_by_side() -> None:

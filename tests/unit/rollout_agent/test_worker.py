@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
+from blake3 import blake3
 
+from app.protocol import trajectory
 from app.protocol.errors import BadInput, Gone
 from app.protocol.job import SamplingSpec
+from app.protocol.partial import encode_partial
 from app.rollout_agent.batch import TextSide
 from app.rollout_agent.delivery import Delivery
-from app.rollout_agent.engines.base import Interrupted
+from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
 from app.rollout_agent.partials import Partials
@@ -140,3 +144,100 @@ async def test_no_answer_and_no_work_are_waited_out_with_pauses() -> None:
     await shift.run()
     assert len(shift.wire.of("work")) == 7
     assert shift.clock.now - began >= 3 * 0.125 + 3 * 0.1
+
+
+class LettersEngine(ScriptedEngine):
+    """Samples the alphabet from where a sample is on; interrupted, it leaves `cut` tokens of each."""
+
+    def __init__(self, cut: int | None = None) -> None:
+        super().__init__()
+        self._cut = cut
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
+        self.batches.append(requests)
+        made = []
+        for request in requests:
+            left = request.sampling.max_tokens
+            n = left if self._cut is None else min(self._cut, left)
+            ids = [65 + request.start + i for i in range(n)]
+            reason: Literal["length", "abort"] = "length" if n == left else "abort"
+            made += [Completion(ids, [-0.5] * n, reason) for _ in range(request.n)]
+        return made
+
+
+async def test_a_batch_that_is_cut_is_handed_over() -> None:
+    shift = Shift(leases=1, uploads=slot, partials=take)
+    shift.engine = LettersEngine(cut=1)
+    await shift.run()
+    [body] = shift.wire.of("partials")
+    assert body["work_items"] == ["w0"]
+    rows = rows_of(shift.wire.files[0])
+    assert [(row.completion_ids, row.finish_reason, row.span_versions) for row in rows] == [([65], "abort", [7])] * 2
+    assert shift.wire.of("trajectories") == []
+    assert "w0" not in shift.ledger.unfinished()
+    assert shift.ledger.tokens_generated == 2
+    assert not shift.ledger.tokens_wasted
+
+
+async def test_a_batch_goes_on_from_what_others_have_begun() -> None:
+    shift = Shift(leases=1)
+    shift.engine = LettersEngine()
+    row = {
+        "work_item": "w0",
+        "prompt_index": 0,
+        "sample_index": 1,
+        "prompt_ids": [ord("p"), ord("0")],
+        "completion_ids": [65],
+        "logprobs": [-0.25],
+        "span_versions": [4],
+        "span_starts": [0],
+        "reward": 0.0,
+        "finish_reason": "abort",
+    }
+    data = encode_partial([trajectory.Rollout(**row)])  # type: ignore[arg-type]
+    shift.wire.objects["/begun"] = data
+    lease = shift._work
+
+    def work(body: dict[str, Any]) -> httpx.Response:
+        answer = lease(body)
+        items = json.loads(answer.content)
+        items["items"][0]["partial"] = {
+            "key": "begun",
+            "url": "http://store/begun",
+            "size": len(data),
+            "blake3": blake3(data).hexdigest(),
+        }
+        return httpx.Response(200, json=items)
+
+    shift.wire._answers["work"] = work
+    await shift.run()
+    [first, second] = shift.engine.batches[0]
+    assert (first.n, first.first, first.start, first.sampling.max_tokens) == (1, 0, 0, 2)
+    assert (second.n, second.first, second.start, second.sampling.max_tokens) == (1, 1, 1, 1)
+    assert list(second.prompt_ids) == [ord("p"), ord("0"), 65]
+    rows = rows_of(shift.wire.files[0])
+    assert [list(row.completion_ids) for row in rows] == [[65, 66], [65, 66]]
+    assert [list(row.logprobs) for row in rows] == [[-0.5, -0.5], [-0.25, -0.5]]
+    assert [(list(row.span_versions), list(row.span_starts)) for row in rows] == [([7], [0]), ([4, 7], [0, 1])]
+    assert shift.ledger.tokens_generated == 3
+
+
+async def test_wasted_tokens_are_counted_by_reason() -> None:
+    late = Shift(leases=1, trajectories=lambda _: httpx.Response(200, json={"accepted": [], "late": ["w0"]}))
+    await late.run()
+    assert late.ledger.tokens_wasted == {"stale": 4}
+    refused = Shift(leases=1, trajectories=lambda _: problem("trajectory_refused", 422, reason="logprobs"))
+    await refused.run()
+    assert refused.ledger.tokens_wasted == {"refused": 4}
+    assert refused.ledger.tokens_generated == 4
+    lost = Shift(leases=1, trajectories=lambda _: httpx.Response(503))
+    await lost.run()
+    assert lost.ledger.tokens_wasted == {"refused": 4}
+
+
+def slot(body: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(200, json={"key": f"{body['policy_version']}/x", "url": "http://store/x"})
+
+
+def take(body: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(200, json={"taken": body["work_items"]})

@@ -145,3 +145,14 @@ def test_formulas_are_compared_in_the_sandbox(tmp_path: Path):
     with pytest.raises(TaskFailed, match="no formula"):
         task.reward(nothing, "1")
     task.close()
+
+
+def test_a_formula_that_takes_for_ever_is_an_error_and_the_next_one_is_scored(tmp_path: Path):
+    rows(tmp_path, "train", *({"prompt": f"p{i}", "answer": "7"} for i in range(9)))
+    spec = TaskSpec(name="jsonl", params={"train": "x", "scorer": "math"}, limits={"processes": 1, "timeout_s": 5})
+    task = load_task(spec, 0, tmp_path)
+    prompt = task.train(0)
+    with pytest.raises(TaskFailed, match="longer than 5 s"):
+        task.reward(prompt, "$9^{9^{9^{9}}}$")
+    assert [task.reward(prompt, text) for text in ("$7$", "$8$")] == [1.0, 0.0]
+    task.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -222,23 +223,36 @@ def test_several_turns_go_through_the_sandbox(folder: Path):
     task.close()
 
 
-def test_closing_ends_its_processes_and_calls(plain: SandboxTask):
-    prompt = plain.train(0)
-    failed = []
+def test_closing_ends_its_processes_and_all_calls(folder: Path):
+    """One call is under way and two wait for its process."""
+    task = opened(folder, limits={"timeout_s": 60, "processes": 1})
+    prompt = task.train(0)
+    failed: list[str] = []
 
     def ask() -> None:
         try:
-            plain.reward(prompt, "hang")
+            task.reward(prompt, "hang")
         except TaskFailed as error:
             failed.append(error.detail)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    plain.close()
-    thread.join(10)
-    assert len(failed) == 1
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    task.close()
+    for thread in threads:
+        thread.join(15)
+    assert len(failed) == 3
     with pytest.raises(TaskFailed, match="closed"):
-        plain.reward(prompt, "ok")
+        task.reward(prompt, "ok")
+
+
+def test_a_process_that_ends_between_two_calls_is_replaced(folder: Path):
+    task = opened(folder)
+    prompt = task.train(0)
+    os.killpg(task._pool._free.queue[-1].pid, signal.SIGKILL)
+    assert task.reward(prompt, "ok") == 0.2
+    assert len(task._pool._alive) == 1
+    task.close()
 
 
 def test_a_built_in_task_can_be_sandboxed_and_is_the_same():
@@ -276,6 +290,13 @@ def test_its_processes_die_with_a_parent_that_is_killed(folder: Path):
     while members(leader) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert members(leader) == set()
+
+
+@pytest.mark.parametrize("loop", ["while True: pass", "import re; re.match('(a+)+b', 'a' * 60)"])
+def test_the_kernel_ends_what_computes_too_long_should_nobody_else(loop: str):
+    code = f"from app.tasks.confine import allow_cpu, confine\nconfine(1 << 30)\nallow_cpu(0)\n{loop}"
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, stdin=subprocess.DEVNULL)
+    assert ended.returncode == signal.SIGXCPU
 
 
 def members(session: int) -> set[int]:

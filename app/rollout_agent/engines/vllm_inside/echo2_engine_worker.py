@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+from vllm.model_executor.layers.attention import is_deferred_attention_layer  # type: ignore[import-not-found]
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # type: ignore[import-not-found]
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # type: ignore[import-not-found]
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # type: ignore[import-not-found]
 
 
 class Extension:

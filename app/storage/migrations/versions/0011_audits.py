@@ -40,10 +40,11 @@ def upgrade() -> None:
         op.add_column("nodes", sa.Column(name, sa.Double(), nullable=False, server_default="0"))
     for name in VALUES:
         op.add_column("nodes", sa.Column(name, sa.Double(), nullable=True))
+    op.add_column("nodes", sa.Column("caught", sa.Text(), nullable=True))
 
 
 def downgrade() -> None:
-    for name in (*reversed(VALUES), *reversed(SUMS), *reversed(COUNTS)):
+    for name in ("caught", *reversed(VALUES), *reversed(SUMS), *reversed(COUNTS)):
         op.drop_column("nodes", name)
     op.drop_index(op.f("ix_audits_job_id"), "audits")
     op.drop_table("audits")

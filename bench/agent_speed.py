@@ -1,0 +1,207 @@
+"""One vLLM server, driven by a bare loop and by the agent's worker, in turns; and what a swap takes beyond the load.
+
+The bare loop keeps as many requests under way as the worker had, over the same prompts and with the same limits, and
+throws the answers away. Both are measured by the engine's own count of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.protocol.job import SamplingSpec, TaskSpec
+from app.protocol.node import Directives, JoinAnswer, JoinRequest
+from app.rollout_agent.batch import TextSide
+from app.rollout_agent.bench_model import BenchModel, prepare
+from app.rollout_agent.client import NodeClient
+from app.rollout_agent.engines.vllm import VllmEngine
+from app.rollout_agent.engines.vllm_answers import sampling_params, tokens_made
+from app.rollout_agent.engines.vllm_command import VllmOptions
+from app.rollout_agent.engines.vllm_life import Life
+from app.rollout_agent.faults import Faults
+from app.rollout_agent.hosting import StreamHost
+from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.stream import StreamWorker
+from app.rollout_agent.working import Parts, make_host, make_worker
+from app.tasks.base import Prompt
+from bench.agent_stub import BASE, Stub
+
+GROUP_SIZE = 8
+PROMPTS = 64
+WARM_S = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    """Prompts of one length and a reward that costs nothing."""
+
+    name: str = "letters"
+    train_size: int = PROMPTS
+    heldout_size: int = 1
+
+    def train(self, index: int) -> Prompt:
+        """Prompt number `index`."""
+        return Prompt(index, f"Write something about the number {index:04d}, please: ", {})
+
+    def heldout(self, index: int) -> Prompt:
+        """As the others."""
+        return self.train(index)
+
+    def reward(self, prompt: Prompt, completion_text: str) -> float:
+        """How long the answer is."""
+        return float(len(completion_text))
+
+
+@dataclass
+class Rig:
+    """An engine with a version installed, and what a worker needs besides."""
+
+    engine: VllmEngine
+    host: StreamHost
+    model: BenchModel
+    max_tokens: int
+
+    @property
+    def life(self) -> Life:
+        """The server, to be asked without the agent's own code."""
+        life = self.engine._life
+        assert life is not None
+        return life
+
+    async def tokens_per_s(self, seconds: float) -> float:
+        """By the engine's own count."""
+        began, before = time.perf_counter(), tokens_made(await self.life.http.metrics())
+        await asyncio.sleep(seconds)
+        after = tokens_made(await self.life.http.metrics())
+        return (after - before) / (time.perf_counter() - began)
+
+
+def joined(max_tokens: int) -> JoinAnswer:
+    """What a control service would say."""
+    return JoinAnswer(
+        node_id="n", node_token="t", job_id="j", task=TaskSpec(name="letters"),
+        sampling=SamplingSpec(max_tokens=max_tokens), group_size=GROUP_SIZE, seed=0, assets=[],
+        manifest_public_key="", relay_token="", uplink_bytes_per_s=None, max_upload_bytes=1 << 26,
+        directives=Directives(upstreams=[], target_version=0, lease_expires_in_s=3600, heartbeat_interval_s=10),
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def rig(python: str, max_tokens: int) -> AsyncIterator[Rig]:
+    """A server with the tiny model's shape and random weights, which seldom end a completion early."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        model = await asyncio.to_thread(prepare, "tiny", Path(folder))
+        options = VllmOptions(python=python, device="cpu", work_dir=Path(folder) / "engine", threads=1)
+        engine = VllmEngine(options)
+        host = make_host(engine, model.folder, pool)
+        assert isinstance(host, StreamHost)
+        try:
+            await host.load()
+            await host.install(model.snapshot)
+            yield Rig(engine, host, model, max_tokens)
+        finally:
+            await host.close()
+
+
+@contextlib.asynccontextmanager
+async def worker(found: Rig) -> AsyncIterator[StreamWorker]:
+    """The agent's worker at work."""
+    http = Stub(GROUP_SIZE, PROMPTS, joined(found.max_tokens)).client()
+    client = NodeClient(BASE, http)
+    answer = await client.join(JoinRequest(agent_version="bench", engine="vllm"), "t")
+    ledger = WorkLedger(time.monotonic)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(2) as two:
+        parts = Parts(
+            answer, client, ledger, Faults(client, ledger), one, two, lambda: found.engine.version,
+            lambda: answer.directives,
+        )  # fmt: skip
+        made = make_worker(found.host, found.engine, TextSide(Letters(), found.engine.tokenizer), parts)
+        assert isinstance(made, StreamWorker)
+        made.installed()
+        running = asyncio.create_task(made.run())
+        try:
+            yield made
+            made.drain(2.0)
+            await asyncio.wait_for(running, 30)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await http.aclose()
+
+
+@contextlib.asynccontextmanager
+async def bare(found: Rig, concurrency: int) -> AsyncIterator[None]:
+    """Requests without an agent, always so many."""
+    task, blueprint = Letters(), found.engine._ready()
+    prompts = [list(found.engine.tokenizer(task.train(n).text)["input_ids"]) for n in range(PROMPTS)]
+
+    async def ask(number: int) -> None:
+        turn = 0
+        while True:
+            seed = number * 1_000_000 + turn
+            wanted = sampling_params(seed=seed, max_tokens=found.max_tokens, temperature=1.0, eos=blueprint.eos)
+            prompt = prompts[(number // GROUP_SIZE + turn) % PROMPTS]
+            await found.life.http.generate(prompt, wanted, request_id=f"bare-{number}-{turn}", salt="0")
+            turn += 1
+
+    tasks = [asyncio.create_task(ask(n)) for n in range(concurrency)]
+    try:
+        yield
+    finally:
+        for running in tasks:
+            running.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def compare(found: Rig, seconds: float, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Turns of worker and bare loop; the median of the ratios of neighbours."""
+    through, direct, levels = [], [], []
+    for turn in range(rounds):
+        async with worker(found) as made:
+            await asyncio.sleep(WARM_S)
+            through.append(await found.tokens_per_s(seconds))
+            levels.append(max(made.in_flight, GROUP_SIZE))
+        async with bare(found, levels[-1]):
+            await asyncio.sleep(WARM_S)
+            direct.append(await found.tokens_per_s(seconds))
+        say(f"turn {turn + 1}: agent {through[-1]:.0f}/s with {levels[-1]} under way, bare loop {direct[-1]:.0f}/s")
+    return {
+        "tokens_vs_engine": round(statistics.median(a / b for a, b in zip(through, direct, strict=True)), 4),
+        "agent_tokens_per_s": round(statistics.median(through), 1),
+        "engine_tokens_per_s": round(statistics.median(direct), 1),
+        "under_way": levels,
+    }
+
+
+async def swaps(found: Rig, count: int) -> dict[str, Any]:
+    """Installs under load, beside loads of the same file by the same server and nothing else."""
+    whole, load = [], []
+    payload = str(found.model.snapshot.payload_path)
+    async with worker(found):
+        await asyncio.sleep(WARM_S)
+        for _ in range(count):
+            began = time.perf_counter()
+            await found.host.install(found.model.snapshot)
+            whole.append(time.perf_counter() - began)
+            await asyncio.sleep(0.5)
+        for _ in range(count):
+            await found.life.http.pause("keep")
+            began = time.perf_counter()
+            await found.life.http.load_weights(payload)
+            load.append(time.perf_counter() - began)
+            await found.life.http.resume()
+            await asyncio.sleep(0.5)
+    return {
+        "swap_overhead_s": round(statistics.median(whole) - statistics.median(load), 4),
+        "swap_s": round(statistics.median(whole), 4),
+        "swap_longest_s": round(max(whole), 4),
+        "load_s": round(statistics.median(load), 4),
+    }

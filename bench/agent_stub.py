@@ -1,0 +1,85 @@
+"""As much of a control service and an object store as one worker needs, inside the bench's own process.
+
+Invariant: there is always work, every file is read and counted as the service would read it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import httpx
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.protocol import trajectory
+from app.protocol.node import CommitAnswer, CommitRequest, JoinAnswer, UploadSlot, WorkAnswer, WorkItem, WorkRequest
+
+BASE = "http://control"
+
+
+@dataclass
+class Stub:
+    """Groups of `group_size`, prompts 0 to `prompts` - 1 in turn."""
+
+    group_size: int
+    prompts: int
+    joined: JoinAnswer
+    tokens: int = 0
+    """Completion tokens that were handed in."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    _count: itertools.count[int] = field(default_factory=itertools.count)
+
+    def client(self) -> httpx.AsyncClient:
+        """A client that reaches it without a socket."""
+        node = "/v1/nodes/{node}"
+        routes = [
+            Route("/v1/nodes/join", self._join, methods=["POST"]),
+            Route(f"{node}/work", self._work, methods=["POST"]),
+            Route(f"{node}/uploads", self._upload, methods=["POST"]),
+            Route(f"{node}/trajectories", self._commit, methods=["POST"]),
+            Route(f"{node}/partials", self._nothing, methods=["POST"]),
+            Route(f"{node}/reports", self._nothing, methods=["POST"]),
+            Route("/store/{key:path}", self._put, methods=["PUT"]),
+        ]
+        return httpx.AsyncClient(transport=httpx.ASGITransport(Starlette(routes=routes)), base_url=BASE)
+
+    def _slot(self) -> UploadSlot:
+        key = f"file-{next(self._count)}"
+        return UploadSlot(key=key, url=f"{BASE}/store/{key}")
+
+    async def _join(self, request: Request) -> Response:
+        return _answer(self.joined)
+
+    async def _work(self, request: Request) -> Response:
+        wanted = WorkRequest.model_validate_json(await request.body())
+        items = [
+            WorkItem(
+                id=f"w{n}", prompt_index=n % self.prompts, group_size=self.group_size, seed=n, deadline_s=600.0
+            )
+            for n in itertools.islice(self._count, wanted.max_items)
+        ]  # fmt: skip
+        return _answer(WorkAnswer(items=items, upload=self._slot()))
+
+    async def _upload(self, request: Request) -> Response:
+        return _answer(self._slot())
+
+    async def _put(self, request: Request) -> Response:
+        self.files[request.path_params["key"]] = await request.body()
+        return Response(status_code=200)
+
+    async def _commit(self, request: Request) -> Response:
+        commit = CommitRequest.model_validate_json(await request.body())
+        table = trajectory.read_table(self.files.pop(commit.key))
+        self.tokens += sum(len(ids) for ids in table.column("completion_ids").to_pylist())
+        return _answer(CommitAnswer(accepted=commit.work_items))
+
+    async def _nothing(self, request: Request) -> Response:
+        return Response(status_code=204)
+
+
+def _answer(model: BaseModel) -> Response:
+    return Response(model.model_dump_json(), media_type="application/json")

@@ -1,0 +1,99 @@
+"""When audits convict a node."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from app.fleet.trust import FEW, MOST_Z, Standing, after, guilt
+from app.protocol.audits import Audit
+
+BOUND = 0.03
+
+
+def audit(**changes) -> Audit:
+    return Audit(**{"node_id": "n", "work_item": "w", "version": 1, "verdict": "passed", "tokens": 100, **changes})
+
+
+def convicted(*audits: Audit) -> tuple[int | None, str]:
+    """Number of the audit that convicts, and why."""
+    standing = Standing()
+    for number, one in enumerate(audits, 1):
+        standing = after(standing, one, BOUND)
+        why = guilt(standing, one, BOUND)
+        if why:
+            return number, why
+    return None, ""
+
+
+def test_a_failed_audit_convicts_and_says_what_was_found():
+    bad = audit(verdict="failed", fault="version", detail="v3 was never published")
+    assert convicted(audit(), bad) == (2, "version: v3 was never published (work item w)")
+
+
+@pytest.mark.parametrize(
+    ("rms", "at"),
+    [(0.02, None), (0.0299, None), (0.035, 14), (0.04, 7), (0.05, 3), (0.1, 3), (10.0, 3)],
+)
+def test_drift_above_the_bound_adds_up(rms: float, at: int | None):
+    found, why = convicted(*[audit(rms=rms, verdict="suspect" if rms > BOUND else "passed")] * 1000)
+    assert found == at
+    assert at is None or (f"{rms:.3g} nats RMS" in why and "trust.max_logprob_rms" in why)
+
+
+@pytest.mark.parametrize(("good", "at"), [(0, 3), (1, None), (5, None)])
+def test_single_outliers_wear_off(good: int, at: int | None):
+    outlier, usual = audit(rms=0.5, verdict="suspect"), audit(rms=0.01)
+    # Two outliers in a row make 4.
+    assert convicted(*([outlier, outlier, *[usual] * good, outlier] if good else [outlier] * 3))[0] == (
+        at if good != 1 else 4
+    )
+    assert convicted(*[outlier, *[usual] * 3] * 300)[0] is None
+
+
+def test_few_tokens_and_unclear_ones_say_nothing_of_drift():
+    assert convicted(*[audit(rms=9.0, tokens=FEW - 1)] * 100)[0] is None
+    assert convicted(*[audit(rms=9.0, verdict="unclear", fault="logprobs")] * 100)[0] is None
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_tokens_that_are_too_likely_or_not_likely_enough_convict(sign: int):
+    odd = audit(surprise=sign * 12.0, excess=sign * 12.0, variance=100.0, spread=95.0, jump=2.0)
+    found, why = convicted(*[odd] * 200)
+    assert found is not None
+    assert 30 < found < 60, "12 − 0.02·95 in ten standard deviations an audit, and the price of the jumps"
+    assert ("likelier" in why) == (sign < 0)
+
+
+def test_a_token_that_nobody_would_expect_does_not_convict():
+    """Nearly certain tokens, and one of 15 nats among them: its share of the variance is next to nothing."""
+    odd = audit(surprise=15.0, excess=5.0, variance=0.01, spread=1.0, jump=0.1)
+    assert convicted(odd)[0] is None
+    assert convicted(audit(surprise=-0.3, excess=-0.3, variance=0.0, spread=0.0, jump=0.1))[0] is None
+
+
+def test_a_small_bias_of_an_engine_never_convicts_however_long_it_lives():
+    biased = audit(surprise=-1.0, excess=-1.0, variance=100.0, spread=90.0, jump=3.0)
+    assert convicted(*[biased] * 20_000)[0] is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_honest_sums_stay_far_from_the_bound(seed: int):
+    rng, standing, worst = random.Random(seed), Standing(), 0.0
+    for _ in range(2000):
+        x = rng.gauss(0, 10)
+        standing = after(standing, audit(surprise=x, excess=x, variance=100.0, spread=95.0, jump=3.0), BOUND)
+        worst = max(worst, abs(standing.z))
+    assert worst < MOST_Z - 1
+
+
+def test_what_is_shown_of_a_node_follows_its_audits():
+    standing = after(after(Standing(), audit(rms=0.01, kl=1e-4), BOUND), audit(rms=0.02, kl=2e-4), BOUND)
+    assert standing.rms == pytest.approx(0.012)
+    assert standing.kl == pytest.approx(1.2e-4)
+    assert (standing.audits, standing.passed, standing.failures) == (2, 2, 0)
+    silent = after(standing, audit(tokens=0, verdict="unclear"), BOUND)
+    assert (silent.rms, silent.audits, silent.passed) == (standing.rms, 3, 2)
+    assert math.isclose(Standing(surprise=-30.0, variance=25.0).z, -6.0)

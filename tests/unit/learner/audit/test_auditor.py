@@ -1,0 +1,300 @@
+"""Between inbox and buffer: what is held, what is let through, what is forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from app.learner.audit.auditor import Auditor
+from app.learner.audit.rewards import Rewards
+from app.learner.buffer import Group, ReplayBuffer
+from app.learner.outbox import Directives
+from app.protocol.audits import Audit, AuditAnswer, AuditReport
+from app.protocol.errors import Unavailable
+from app.protocol.learner import LearnerDirectives, TrajectoryRef
+from app.tasks.base import Prompt
+from tests.unit.learner.audit.samples import Shelf, sampled, sharper, told
+from tests.unit.learner.samples import job
+
+WORD = LearnerDirectives(command="run", staleness_budget=3, publish_period=2)
+MODEL = sharper()
+
+
+class Court:
+    """The control service: whoever fails is in quarantine, and its items in `held` are withdrawn."""
+
+    def __init__(self) -> None:
+        self.audits_told: list[Audit] = []
+        self.convicted: set[str] = set()
+        self.held: dict[str, list[str]] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked = threading.Event()
+        self.away = False
+
+    def audits(self, body: AuditReport) -> AuditAnswer:
+        self.asked.set()
+        assert self.gate.wait(30)
+        if self.away:
+            raise Unavailable("away")
+        self.audits_told += body.audits
+        failed = {a.node_id for a in body.audits if a.verdict == "failed"} - self.convicted
+        self.convicted |= failed
+        withdrawn = [i for node in failed for i in self.held.get(node, [])]
+        return AuditAnswer(withdrawn=withdrawn, quarantined=sorted(self.convicted))
+
+
+class Scripted:
+    """Rewards are right but those of these work items."""
+
+    def __init__(self) -> None:
+        self.wrong: set[str] = set()
+
+    def off(self, group: Group) -> float | None:
+        return 1.0 if group.work_item in self.wrong else 0.0
+
+
+class Rig:
+    def __init__(self, *, versions=(0,), draw: float = 0.9, **trust) -> None:
+        self.court, self.rewards, self.buffer = Court(), Scripted(), ReplayBuffer()
+        self.directives = Directives(WORD)
+        self.auditor = Auditor(
+            job(trust=trust), Shelf(dict.fromkeys(versions, MODEL)), self.rewards, self.court, self.buffer,
+            self.directives, draw=lambda: draw,
+        )  # fmt: skip
+
+    def receive(self, *groups: Group, node: str = "n", **ref) -> None:
+        for group in groups:
+            fields = {"seq": 1, "key": "k", "size": 1, "blake3": "", "node_id": node, "work_items": [group.work_item]}
+            self.auditor.receive(dataclasses.replace(group, node=node), TrajectoryRef(**{**fields, **ref}))
+
+    def settled(self) -> None:
+        assert self.auditor.idle(30)
+
+    @property
+    def here(self) -> list[str]:
+        taken, _ = self.buffer.take(0, 10, 1000, least=0)
+        for group in taken:
+            self.buffer.withdraw([group.work_item], ())
+            self.buffer.add(group)
+        return sorted(g.work_item for g in taken)
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        return [(a.work_item, a.verdict) for a in self.court.audits_told]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig(probation=2)
+    made.auditor.start()
+    yield made
+    made.auditor.stop()
+
+
+def groups(*names: str, version: int = 0) -> list[Group]:
+    return sampled(MODEL, names, torch.Generator().manual_seed(1), version=version, size=3)
+
+
+def noisy(group: Group) -> Group:
+    return told(group, logprobs=lambda r: [p - 0.05 for p in r.logprobs])
+
+
+def far_off(group: Group) -> Group:
+    return told(group, logprobs=lambda r: [p - 1.0 for p in r.logprobs])
+
+
+def test_on_probation_a_group_waits_for_its_audit_and_then_no_more(rig: Rig):
+    rig.court.gate.clear()
+    rig.receive(*groups("a", "b"))
+    assert rig.court.asked.wait(30)
+    assert rig.here == ["a", "b"], "good ones don't wait for the control service"
+    rig.court.gate.set()
+    rig.settled()
+    rig.receive(*groups("c"))
+    rig.settled()
+    assert rig.here == ["a", "b", "c"]
+    assert rig.told == [("a", "passed"), ("b", "passed")]
+    assert rig.auditor.metrics()["audits_passed"] == 2
+
+
+def test_nothing_of_a_liar_is_trained_on_and_its_work_may_come_from_others(rig: Rig):
+    rig.rewards.wrong = {"a"}
+    rig.court.held = {"n": ["a", "b"]}
+    rig.receive(*groups("a", "b"))
+    rig.settled()
+    assert rig.here == []
+    assert rig.court.convicted == {"n"}
+    rig.receive(*groups("c"))
+    assert rig.buffer.evict(0, 10) == [], "they are not dropped: they will come again"
+    rig.rewards.wrong = set()
+    rig.receive(*groups("a", "b"), node="other")
+    rig.settled()
+    assert rig.here == ["a", "b"]
+
+
+def test_what_was_let_through_before_is_taken_back(rig: Rig):
+    rig.receive(*groups("a", "b", "c"), audits_passed=5)
+    rig.settled()
+    assert rig.here == ["a", "b", "c"]
+    rig.receive(*groups("x"), node="honest", audits_passed=5)
+    rig.rewards.wrong = {"d"}
+    rig.court.held = {"n": ["a", "b", "c", "d"]}
+    rig.receive(*groups("d", version=0), audits_passed=5)
+    rig.settled()
+    assert rig.here == ["a", "b", "c", "d", "x"], "not audited"
+    caught = Rig(probation=0, each_version=False, audit_share=1.0)
+    caught.rewards.wrong = {"d"}
+    caught.court.held = {"n": ["a", "b", "c", "d"]}
+    caught.receive(*groups("a", "b", "c", "d"))
+    caught.receive(*groups("x"), node="honest")
+    assert caught.here == ["a", "b", "c", "d", "x"]
+    caught.auditor.start()
+    caught.settled()
+    caught.auditor.stop()
+    assert caught.here == ["x"]
+
+
+def test_while_a_node_is_judged_nothing_of_it_is_taken_for_a_step():
+    rig = Rig(probation=0, each_version=False, audit_share=1.0)
+    rig.rewards.wrong = {"b"}
+    rig.court.gate.clear()
+    rig.receive(*groups("a", "b"))
+    rig.receive(*groups("x"), node="honest")
+    rig.auditor.start()
+    assert rig.court.asked.wait(30)
+    assert rig.here == ["x"]
+    rig.court.gate.set()
+    rig.settled()
+    rig.auditor.stop()
+    assert rig.here == ["x"]
+
+
+def test_a_suspect_group_is_dropped_alone_and_the_node_goes_on(rig: Rig):
+    first, second, third = groups("a", "b", "c")
+    rig.receive(noisy(first), second, third)
+    rig.settled()
+    assert [(d.work_item, d.reason) for d in rig.buffer.evict(0, 10)] == [("a", "invalid")]
+    assert rig.here == ["b", "c"]
+    assert rig.court.convicted == set()
+
+
+def test_under_each_version_the_first_group_is_looked_at_before_others_are_trained_on():
+    rig = Rig(versions=(0, 2), probation=0)
+    first, *others = groups("a", "b", "c", version=2)
+    rig.receive(far_off(first), *others)
+    assert rig.here == []
+    rig.auditor.start()
+    rig.settled()
+    rig.auditor.stop()
+    assert rig.here == []
+    assert rig.court.convicted == {"n"}
+
+
+def test_what_waits_for_a_good_group_follows_it():
+    rig = Rig(versions=(0, 2), probation=0)
+    rig.receive(*groups("a", "b", "c", version=2))
+    assert rig.here == []
+    assert rig.auditor.metrics()["audits_waiting"] == 3
+    rig.auditor.start()
+    rig.settled()
+    rig.auditor.stop()
+    assert rig.here == ["a", "b", "c"]
+    assert rig.told == [("a", "passed")]
+
+
+def test_a_version_that_is_not_at_hand_is_trusted_for_its_rewards_only(rig: Rig):
+    rig.rewards.wrong = {"b"}
+    rig.receive(*groups("a", version=1))
+    rig.receive(*groups("b", version=1), node="liar")
+    rig.settled()
+    assert rig.here == ["a"]
+    assert rig.told == [("a", "unclear"), ("b", "failed")]
+
+
+def test_who_finishes_what_another_began_is_not_held_to_its_log_probs(rig: Rig):
+    rig.receive(far_off(groups("a")[0]), written_by={"a": ["before"]})
+    rig.settled()
+    assert rig.here == []
+    assert rig.told == [("a", "unclear")]
+    assert rig.court.audits_told[0].variance == 0
+    rig.receive(*groups("b"), written_by={"b": ["n"]})
+    rig.settled()
+    assert rig.told[1:] == [("b", "passed")]
+
+
+def test_a_page_that_names_nodes_in_quarantine_is_enough(rig: Rig):
+    rig.receive(*groups("a", "b"))
+    rig.settled()
+    rig.auditor.banish(["n"])
+    assert rig.here == []
+    rig.receive(*groups("c"))
+    rig.settled()
+    assert rig.here == []
+
+
+def test_a_control_service_that_stays_away_is_told_to_the_loop(rig: Rig):
+    rig.court.away = True
+    rig.receive(*groups("a"))
+    rig.auditor._thread.join(30)
+    with pytest.raises(Unavailable):
+        rig.directives.current()
+
+
+class Sums:
+    """Rewards an answer with its length, or raises."""
+
+    name = "sums"
+    train_size = heldout_size = 10
+    deterministic = True
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    def train(self, index: int) -> Prompt:
+        return Prompt(index, "?", {})
+
+    heldout = train
+
+    def reward(self, prompt: Prompt, completion_text: str) -> float:
+        if self.broken:
+            raise RuntimeError("no database here")
+        return float(len(completion_text))
+
+
+class Letters:
+    """One letter a token."""
+
+    def decode(self, ids, **options) -> str:
+        return "x" * len(ids)
+
+
+def test_rewards_are_computed_again_and_what_can_not_be_is_no_lie():
+    task = Sums()
+    rewards = Rewards(task, Letters())
+    (group,) = groups("a")
+    good = told(group, reward=lambda r: float(len(r.completion_ids)))
+    assert rewards.off(good) == 0
+    assert rewards.off(told(good, reward=lambda r: r.reward + (r.sample_index == 1) * 1e-3)) == pytest.approx(
+        1e-3 / (len(good.rollouts[1].completion_ids) + 1e-3), rel=1e-3
+    )
+    task.broken = True
+    assert rewards.off(good) is None
+    task.broken, task.deterministic = False, False
+    assert rewards.off(told(good, reward=99.0)) is None
+    rewards.close()
+
+
+def test_a_reward_that_hangs_here_holds_nobody_up():
+    task, free = Sums(), threading.Event()
+    task.reward = lambda prompt, text: float(free.wait(30))  # type: ignore[method-assign]
+    rewards = Rewards(task, Letters(), timeout_s=0.05)
+    (group,) = groups("a")
+    assert rewards.off(group) is None
+    assert rewards.off(group) is None
+    free.set()
+    rewards.close()

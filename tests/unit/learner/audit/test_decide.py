@@ -1,0 +1,161 @@
+"""Which groups are audited, and what is made of what is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from app.learner.audit.custody import Case, Custody
+from app.learner.audit.decide import FEW, Look, judge, route, share, trains
+from app.learner.audit.statistics import NOTHING, Figures
+from app.learner.buffer import Group
+from app.protocol.trust_spec import TrustSpec
+from tests.unit.learner.samples import group
+
+TRUST = TrustSpec()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"passed": 0}, "first"),
+        ({"passed": 7}, "first"),
+        ({"passed": 7, "under_way": True}, "first"),
+        ({}, "train"),
+        ({"draw": 0.021}, "train"),
+        ({"draw": 0.019}, "beside"),
+        ({"draw": 0.039, "interruptible": True}, "beside"),
+        ({"draw": 0.041, "interruptible": True}, "train"),
+        ({"version_passed": False}, "first"),
+        ({"version_passed": False, "under_way": True}, "wait"),
+        ({"version_passed": False, "draw": 0.0}, "first"),
+    ],
+)
+def test_route(changes, expected: str):
+    usual = {"passed": 8, "version_passed": True, "under_way": False, "interruptible": False, "draw": 0.5}
+    assert route(TRUST, **{**usual, **changes}) == expected
+
+
+def test_a_job_may_want_less_or_more():
+    usual = {"passed": 0, "version_passed": False, "under_way": False, "interruptible": True, "draw": 0.5}
+    assert route(TrustSpec(probation=0, each_version=False), **usual) == "train"
+    assert route(TrustSpec(probation=0, each_version=False, audit_share=1.0), **usual) == "beside"
+    assert share(TrustSpec(audit_share=0.7), True) == 1.0
+    assert TrustSpec(probation=0, each_version=False, audit_share=0).off
+    assert not any(TrustSpec(**one).off for one in ({"probation": 0}, {"audit_share": 0}, {"each_version": False}))
+
+
+def figures(rms: float, median: float = 0.0, tokens: int = 50) -> Figures:
+    return dataclasses.replace(NOTHING, tokens=tokens, rms=rms, median=median)
+
+
+FINE = Look(figures(0.01), 0.0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "fault"),
+    [
+        ({}, "passed", ""),
+        ({"reward_off": None}, "passed", ""),
+        ({"reward_off": 1e-7}, "passed", ""),
+        ({"reward_off": 1e-5}, "failed", "reward"),
+        ({"reward_off": float("nan")}, "failed", "reward"),
+        ({"reward_off": 1.0, "missing": 3}, "failed", "reward"),
+        ({"reward_off": 1.0, "foreign": True}, "failed", "reward"),
+        ({"never": 3}, "failed", "version"),
+        ({"never": 3, "foreign": True}, "unclear", "version"),
+        ({"missing": 3}, "unclear", ""),
+        ({"figures": figures(0.031, 0.02)}, "suspect", "logprobs"),
+        ({"figures": figures(0.16, 0.02)}, "suspect", "logprobs"),
+        ({"figures": figures(0.16, 0.031)}, "failed", "logprobs"),
+        ({"figures": figures(0.16, 0.031), "foreign": True}, "unclear", "logprobs"),
+        ({"figures": figures(0.16, 0.1, FEW - 1)}, "passed", ""),
+        ({"copies": 3}, "failed", "copied"),
+        ({"copies": 3, "foreign": True}, "unclear", "copied"),
+    ],
+)
+def test_judge(changes, verdict: str, fault: str):
+    said = judge(dataclasses.replace(FINE, **changes), 0.03)
+    assert said[:2] == (verdict, fault)
+    assert bool(said[2]) == (verdict != "passed")
+    assert trains(*said[:2]) == (fault == "")
+
+
+def case(name: str, version: int = 0, node: str = "n", **options) -> Case:
+    return Case(dataclasses.replace(group(name, version=version), node=node), **options)
+
+
+def test_a_node_is_on_probation_until_its_groups_have_passed():
+    custody = Custody(TRUST, lambda: 0.9)
+    cases = [case(f"w{i}") for i in range(9)]
+    assert [custody.receive(c) for c in cases[:8]] == ["first"] * 8
+    for c in cases[:7]:
+        assert custody.settled(c, True, "passed", "") == []
+    assert custody.receive(cases[8]) == "first"
+    custody.settled(cases[7], True, "suspect", "logprobs")
+    assert custody.receive(case("x")) == "first", "one that did not pass is not counted"
+    custody.settled(cases[8], True, "passed", "")
+    assert custody.receive(case("y")) == "train"
+
+
+def test_what_a_learner_counted_before_is_not_asked_again():
+    custody = Custody(TRUST, lambda: 0.9)
+    custody.known("n", 8)
+    custody.known("n", 3)
+    assert custody.receive(case("a", 4)) == "first"
+    assert custody.receive(case("other", node="m")) == "first"
+    custody.settled(case("a", 4), True, "passed", "")
+    assert custody.receive(case("b", 4)) == "train"
+
+
+def test_under_a_new_version_all_wait_for_the_first():
+    custody = Custody(TRUST, lambda: 0.9)
+    custody.known("n", 100)
+    first, second, third = (case(f"w{i}", 5) for i in range(3))
+    assert [custody.receive(c) for c in (first, second, third)] == ["first", "wait", "wait"]
+    assert custody.waiting == 2
+    again = custody.settled(first, True, "suspect", "logprobs")
+    assert again == [second, third]
+    assert [custody.receive(c) for c in again] == ["first", "wait"], "the next one is looked at"
+    assert custody.settled(second, True, "passed", "") == [third]
+    assert custody.receive(third) == "train"
+    assert custody.receive(case("w4", 6)) == "first"
+
+
+def test_a_version_that_can_not_be_looked_at_holds_nobody_up():
+    custody = Custody(TRUST, lambda: 0.9)
+    custody.known("n", 100)
+    custody.receive(case("a", 5))
+    custody.settled(case("a", 5), True, "unclear", "")
+    assert custody.receive(case("b", 5)) == "train"
+    foreign = case("c", 6, foreign=True)
+    custody.receive(foreign)
+    custody.settled(foreign, True, "unclear", "logprobs")
+    assert custody.receive(case("d", 6)) == "first"
+
+
+def test_nothing_is_left_of_a_banished_node():
+    custody = Custody(TRUST, lambda: 0.9)
+    custody.known("n", 100)
+    for c in (case("a", 5), case("b", 5)):
+        custody.receive(c)
+    assert custody.banish(["n", "m"]) == ["b"]
+    assert custody.banish(["n"]) == []
+    assert custody.waiting == 0
+    assert custody.banished("n")
+    assert not custody.banished("o")
+
+
+@pytest.mark.parametrize(("interruptible", "expected"), [(False, 0.02), (True, 0.04)])
+def test_so_many_are_chosen_and_no_pattern_says_which(interruptible: bool, expected: float):
+    rng = random.Random(1)
+    custody = Custody(TRUST, rng.random)
+    custody.known("n", 100)
+    custody.receive(case("first"))
+    custody.settled(case("first"), True, "passed", "")
+    found = [custody.receive(case(f"w{i}", interruptible=interruptible)) for i in range(20_000)]
+    assert set(found) == {"beside", "train"}
+    assert found.count("beside") / len(found) == pytest.approx(expected, abs=0.004)
+    assert isinstance(case("x").group, Group)

@@ -1,0 +1,215 @@
+"""What vLLM's answers mean, what its versions can do, and how it is started: pure functions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.protocol.errors import BadInput, Unavailable
+from app.rollout_agent.engines.adapter import AdapterConfig
+from app.rollout_agent.engines.base import Completion, Load, Span, Tainted
+from app.rollout_agent.engines.blueprint import Blueprint
+from app.rollout_agent.engines.vllm_answers import (
+    check_probe,
+    check_prompt,
+    check_report,
+    completion_of,
+    cut,
+    load_of,
+    prompt_logprobs,
+    sampling_params,
+    tokens_made,
+)
+from app.rollout_agent.engines.vllm_command import VllmOptions, command, environment, lora_rank, tensor_parallel
+from app.rollout_agent.engines.vllm_features import LORA_ROUTES, ROUTES, features, missing_routes
+
+PLAIN = Blueprint(tokenizer=None, adapter=None, layout={}, eos=(2,), vocabulary=100, heads=12)
+OPTIONS = VllmOptions(python="/venv/bin/python", device="cuda", work_dir=Path("/w"))
+
+
+def answer(tokens: list[int], **changes: Any) -> dict[str, Any]:
+    content = [{"token_id": t, "logprob": -0.1 * (i + 1)} for i, t in enumerate(tokens)]
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": len(tokens)}]
+    choice = {"token_ids": tokens, "logprobs": {"content": content}, "finish_reason": "stop", "weight_versions": spans}
+    return {"choices": [{**choice, **changes}]}
+
+
+def test_a_completion_has_its_tokens_logprobs_and_versions() -> None:
+    made = completion_of(answer([7, 8, 9]))
+    assert made.token_ids == [7, 8, 9]
+    assert made.logprobs == pytest.approx([-0.1, -0.2, -0.3])
+    assert made.spans == (Span(3, 0), Span(4, 2))
+    assert completion_of(answer([7, 8, 9]), [Span(5, 0)]).spans == (Span(5, 0),)
+    empty = completion_of(answer([], logprobs=None, finish_reason="abort", weight_versions=None))
+    assert empty == Completion([], [], "abort", ())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": "error"},
+        {"finish_reason": None},
+        {"logprobs": None},
+        {"logprobs": {"content": [{"token_id": 7, "logprob": -0.1}]}},
+        {"logprobs": {"content": [{"token_id": t, "logprob": -0.1} for t in (7, 8, 10)]}},
+        {"logprobs": {"content": [{"token_id": t, "logprob": float("nan")} for t in (7, 8, 9)]}},
+        {"logprobs": {"content": [{"token_id": t, "logprob": 0.3} for t in (7, 8, 9)]}},
+        {"weight_versions": None},
+        {"weight_versions": [{"version": "default", "start": 0}]},
+        {"weight_versions": [{"version": "3", "start": 1}]},
+        {"weight_versions": [{"version": "3", "start": 0}, {"version": "4", "start": 3}]},
+        {"weight_versions": [{"version": "3", "start": 0}, {"version": "4", "start": 0}]},
+        {"token_ids": None},
+    ],
+)
+def test_an_answer_of_another_form_is_no_completion(changes: dict[str, Any]) -> None:
+    with pytest.raises(Unavailable):
+        completion_of(answer([7, 8, 9], **changes))
+
+
+def test_what_a_bad_version_sampled_is_cut_off() -> None:
+    made = completion_of(answer([7, 8, 9]))
+    assert cut(made, 4) == Completion([7, 8], made.logprobs[:2], "abort", (Span(3, 0),))
+    assert cut(made, 3) == Completion([], [], "abort", ())
+    assert cut(made, 9) == made
+
+
+def test_only_what_is_sampled_without_bias_is_asked_for() -> None:
+    asked = sampling_params(seed=-1, max_tokens=5, temperature=0.7, eos=[2, 9])
+    assert (asked["top_p"], asked["top_k"], asked["min_p"]) == (1.0, 0, 0.0)
+    assert asked["seed"] == 2**63 - 1
+    assert asked["ignore_eos"]
+    assert asked["stop_token_ids"] == [2, 9]
+    for wrong in ({"temperature": 0.005}, {"temperature": 0.0}, {"max_tokens": 0}):
+        with pytest.raises(BadInput):
+            sampling_params(**{"seed": 1, "max_tokens": 5, "temperature": 1.0, "eos": [2], **wrong})
+    for ids in ([], [-1], [100]):
+        with pytest.raises(BadInput):
+            check_prompt(ids, 100)
+
+
+def test_the_prompts_logprobs() -> None:
+    found = {"prompt_logprobs": [None, {"8": {"logprob": -0.5}, "3": {"logprob": -0.1}}, {"9": {"logprob": -0.7}}]}
+    assert prompt_logprobs(found, [7, 8, 9]) == [-0.5, -0.7]
+    for ids in ([7, 8], [7, 8, 10]):
+        with pytest.raises(Unavailable):
+            prompt_logprobs(found, ids)
+    with pytest.raises(Unavailable):
+        prompt_logprobs({"prompt_logprobs": None}, [7, 8])
+
+
+METRICS = """# HELP vllm:num_requests_running Number of requests
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 7.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.125
+vllm:num_preemptions_total{engine="0",model_name="m"} 4.0
+vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
+vllm:generation_tokens_total{engine="0",model_name="m"} 1234.0
+"""
+
+
+def test_figures_come_from_the_engines_own_metrics() -> None:
+    assert load_of(METRICS) == Load(running=5, waiting=7, cache_used=0.125, preemptions=4)
+    assert tokens_made(METRICS) == 1234
+    assert tokens_made("") == 0
+    with pytest.raises(Unavailable, match="kv_cache_usage_perc"):
+        load_of(METRICS.replace("kv_cache", "other_cache"))
+    with pytest.raises(Unavailable, match="num_requests_waiting"):
+        load_of(METRICS.replace("7.0", "many"))
+
+
+def test_a_load_counts_only_when_every_worker_filled_everything() -> None:
+    good = {"read": 24, "missing": [], "short": []}
+    check_report([good, good], 24)
+    for reports in (
+        [],
+        [good, {**good, "missing": ["model.norm.weight"]}],
+        [{**good, "short": ["model.layers.1.mlp: 5 of 9 elements"]}],
+        [{**good, "read": 23}],
+        [{}],
+    ):
+        with pytest.raises(Tainted):
+            check_report(reports, 24)
+
+
+def test_a_probe_holds_within_rounding_and_not_beyond() -> None:
+    check_probe([-1.0, -2.0], [-1.04, -1.96])
+    for found in ([-1.1, -2.1], [-1.0], [float("nan"), -2.0], [-9999.0, -2.0]):
+        with pytest.raises(Tainted):
+            check_probe(found, [-1.0, -2.0])
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [("0.32.0", True), ("0.32.1+cpu", True), ("0.32.0rc1", True), ("0.33.0", False), ("1.0", False)],
+)
+def test_versions_that_have_what_is_needed(version: str, tested: bool) -> None:
+    assert features(version).tested is tested
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [
+        ("0.16.0", "pausing"),
+        ("0.21.1", "spans"),
+        ("0.31.9", "token endpoint"),
+        ("dev", "no version number"),
+        ("", "no v"),
+    ],
+)
+def test_versions_that_lack_something_are_refused_by_name(version: str, lacks: str) -> None:
+    with pytest.raises(BadInput, match=lacks):
+        features(version)
+
+
+def test_routes_are_looked_for_whatever_the_version_says() -> None:
+    assert missing_routes(ROUTES, lora=False) == []
+    assert missing_routes(ROUTES, lora=True) == list(LORA_ROUTES)
+    assert missing_routes([r for r in ROUTES if r != "/pause"], lora=False) == ["/pause"]
+
+
+def test_the_server_is_on_loopback_unbiased_and_its_key_on_no_command_line() -> None:
+    line = command(replace(OPTIONS, extra_args=("--max-num-seqs", "3")), Path("/m"), 4711, PLAIN)
+    told = {a: b for a, b in itertools.pairwise(line) if a.startswith("--")}
+    assert (told["--host"], told["--port"]) == ("127.0.0.1", "4711")
+    assert told["--logprobs-mode"] == "processed_logprobs"
+    assert told["--generation-config"] == "vllm"
+    assert told["--load-format"] == "dummy"
+    assert told["--max-model-len"] == "auto"
+    assert line[-2:] == ["--max-num-seqs", "3"], "the user's come last and win"
+    env = environment(OPTIONS, {"ECHO2_JOIN_TOKEN": "t", "PATH": "/bin", "ECHO2_ENGINE_KEY": "old"}, "k3y")
+    assert "ECHO2_JOIN_TOKEN" not in env
+    assert env["ECHO2_ENGINE_KEY"] == "k3y"
+    assert env["PATH"] == "/bin"
+    assert env["VLLM_HOST_IP"] == "127.0.0.1"
+    assert "k3y" not in " ".join(line)
+
+
+def test_a_model_whose_config_names_no_architecture_gets_its_own() -> None:
+    line = command(OPTIONS, Path("/m"), 1, replace(PLAIN, nameless="Qwen3ForCausalLM"))
+    assert json.loads(line[line.index("--hf-overrides") + 1]) == {"architectures": ["Qwen3ForCausalLM"]}
+    assert "--hf-overrides" not in command(OPTIONS, Path("/m"), 1, PLAIN)
+
+
+def test_an_adapters_engine_has_the_base_weights_and_room_for_some_versions() -> None:
+    adapted = replace(PLAIN, adapter=AdapterConfig(rank=24, scale=2.0, targets=frozenset({"q_proj"})))
+    line = command(OPTIONS, Path("/m"), 1, adapted)
+    assert line[line.index("--load-format") + 1] == "safetensors"
+    assert line[line.index("--max-lora-rank") + 1] == "32"
+    assert "--enable-lora" in line
+    assert [lora_rank(r) for r in (1, 2, 8, 9, 512, 600)] == [1, 8, 8, 16, 512, 600]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "heads", "asked", "used"),
+    [(1, 12, None, 1), (4, 12, None, 4), (8, 12, None, 6), (8, 7, None, 7), (8, 12, 2, 2), (0, 12, None, 1)],
+)
+def test_as_many_gpus_as_divide_the_attention_heads(gpus: int, heads: int, asked: int | None, used: int) -> None:
+    assert tensor_parallel(replace(OPTIONS, gpus=gpus, tensor_parallel=asked), heads) == used

@@ -1,0 +1,9 @@
+"""Tests against a real vLLM: `make test-vllm`. Where there is none, there is nothing to collect."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+if "ECHO2_VLLM_PYTHON" not in os.environ and importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["*"]
