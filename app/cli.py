@@ -116,11 +116,14 @@ def bench_node(
 def demo(
     steps: Annotated[int, typer.Option(min=30, help="Learner steps.")] = 150,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+    engine: Annotated[str, typer.Option(help="transformers, or vllm (make demo-vllm).")] = "transformers",
 ) -> None:
     """A whole job on this machine: rent, train, lose a machine, see a price move, give everything back."""
-    from app.demo import run
+    from app.demo import NODES, run
 
-    raise typer.Exit(run(steps=steps, plain=plain))
+    if engine not in NODES:
+        raise typer.BadParameter(f"--engine must be one of {', '.join(NODES)}")
+    raise typer.Exit(run(steps=steps, plain=plain, engine=engine))
 
 
 @app.command()

@@ -105,7 +105,7 @@ def _end(process: psutil.Process) -> None:
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    own = {k: v for k, v in os.environ.items() if not k.startswith("ECHO2_")}
+    own = {k: v for k, v in os.environ.items() if not k.startswith("ECHO2_") or k == "ECHO2_VLLM_PYTHON"}
     return {
         **own,
         "ECHO2_STATE_DIR": str(settings.state_dir),

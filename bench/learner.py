@@ -99,7 +99,7 @@ class Bare:
         advantage = torch.tensor(signs)[:, None].expand(-1, keep.shape[1])[keep]
         ratio = torch.exp(chosen - behaviour[:, first:][keep])
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum() / keep.sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

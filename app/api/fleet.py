@@ -23,7 +23,7 @@ router = APIRouter(prefix="/v1", tags=["fleet"])
 
 NODE_COLUMNS = (
     "id", "gpu_name", "machine_id", "state", "price_per_hour", "rho", "mu_measured", "policy_version", "chain",
-    "chain_position", "upstream", "rollouts_accepted", "heartbeat_age",
+    "chain_position", "upstream", "rollouts_accepted", "heartbeat_age", "phase", "phase_age",
 )  # fmt: skip
 LEASE_COLUMNS = (
     "id", "provider", "machine_id", "gpu_name", "state", "quoted_per_hour", "billed_per_hour", "effective_per_hour",

@@ -32,6 +32,10 @@ class Stage:
 
     control_port: int
     market_port: int
+    engine: str = "transformers"
+    """Of the machines' agents. `vllm` takes a minute to start on two cores, so that all waits are longer."""
+    vllm_python: Path | None = None
+    """An interpreter that has vLLM; an image would bring it along."""
     admin_key: str = field(default_factory=lambda: "ek_" + secrets.token_urlsafe(32), repr=False)
     market_key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     webhook_secret: str = field(default_factory=lambda: _webhook_secret(), repr=False)
@@ -51,6 +55,7 @@ class Stage:
         own = {k: v for k, v in os.environ.items() if not k.startswith("ECHO2_")}
         return {
             **own,
+            **self._engine(),
             "ECHO2_PORT": str(self.control_port),
             "ECHO2_STATE_DIR": str((FOLDER / "state").absolute()),
             "ECHO2_CACHE_DIR": str((FOLDER / "cache").absolute()),
@@ -64,13 +69,17 @@ class Stage:
             "ECHO2_OFFER_REFRESH_SECONDS": "2",
             "ECHO2_HEARTBEAT_SECONDS": "1",
             "ECHO2_HEARTBEAT_TIMEOUT_SECONDS": "20",
-            "ECHO2_JOIN_TIMEOUT_SECONDS": "120",
+            "ECHO2_JOIN_TIMEOUT_SECONDS": "120" if self.engine == "transformers" else "600",
             "ECHO2_MIN_LEASE_SECONDS": "20",
             "ECHO2_WIND_DOWN_SECONDS": "20",
             "ECHO2_SETTLE_SECONDS": "10",
             # One chain: as much uplink as one machine can take.
             "ECHO2_LEARNER_UPLINK_MBPS": "100",
         }
+
+    def _engine(self) -> dict[str, str]:
+        told = {"ECHO2_AGENT_ENGINE": self.engine}
+        return told if self.vllm_python is None else {**told, "ECHO2_VLLM_PYTHON": str(self.vllm_python)}
 
 
 def _webhook_secret() -> str:

@@ -210,24 +210,21 @@ class Commits:
 
     @staticmethod
     async def _never_before(session: AsyncSession, job: Job, taken: Sequence[WorkItem], found: Checked) -> None:
-        """Remember the groups that chance would not make twice. Raises Refused if one was accepted before."""
+        """Remember the groups that chance would not make twice. Raises Refused if one was accepted before: `replayed`,
+        or `replayed_begun` if other nodes had begun it, who may be to blame."""
+        begun = {i.id for i in taken if i.written_by}
         prints = {found.prints[i.id]: i.id for i in taken if i.id in found.prints}
         known = select(GroupPrint).where(GroupPrint.job_id == job.id, GroupPrint.fingerprint.in_(list(prints)))
         for row in await session.scalars(known):
             item = prints.pop(row.fingerprint)
             if row.work_item != item:
-                raise Refused(
-                    "replayed", f"work item {item} has the completions that {row.work_item} was answered with"
-                )
+                reason = "replayed_begun" if item in begun else "replayed"
+                raise Refused(reason, f"work item {item} has the completions that {row.work_item} was answered with")
         session.add_all(GroupPrint(job_id=job.id, fingerprint=f, work_item=i) for f, i in prints.items())
-
-    @staticmethod
-    def _waits_again(item: WorkItem) -> bool:
-        item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
-        return True
 
     async def _count_refusal(self, node_id: str, request: CommitRequest, refusal: Refused) -> None:
         """A refused file: its items are pending again, the refusal is counted and told."""
+        spare: list[str | None] = []
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
             node.files_refused += 1
@@ -240,8 +237,10 @@ class Commits:
                     WorkItem.status == ItemStatus.LEASED,
                 )
             )
-            # What it went on from may be why: the next node begins anew.
-            spare = [partials.forget(item, unused=True) for item in items if self._waits_again(item)]
+            for item in items:
+                item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
+                # What it went on from may be why: the next node begins anew.
+                spare.append(partials.forget(item, unused=True))
             await self.exams.hand_back(session, node_id, request.work_items)
             self.core.emit(
                 session, node.job_id, "trajectory_refused", f"{refusal.reason}: {refusal.detail}",

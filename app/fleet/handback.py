@@ -12,6 +12,7 @@ from app.fleet import partials, uploads
 from app.fleet.commits import Commits
 from app.fleet.exams import is_exam
 from app.fleet.partials import Begun
+from app.protocol import copies
 from app.protocol.errors import Conflict, Refused
 from app.protocol.job import JobSpec
 from app.protocol.node import CommitRequest, PartialAnswer, UploadRequest, UploadSlot
@@ -56,6 +57,8 @@ class HandBack(Commits):
 
         def check(newest: int) -> tuple[dict[str, Begun], set[str]]:
             table = partials.read(uploads.fetch(self.core, request), expected, newest, spec)
+            # Who goes on from copies would be taken for a copier.
+            copies.check(table)
             return partials.begun(table), partials.not_continued(self.core, items, table)
 
         found, scratch = await self._patiently(job, check)

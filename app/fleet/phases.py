@@ -18,8 +18,9 @@ LIMITS_S: Mapping[StartPhase, float] = {
     StartPhase.INSTALLING: 300.0,
     StartPhase.JOINING: 180.0,
     StartPhase.FETCHING: 180.0,
-    # No bytes to see: weights are read, kernels are compiled, graphs are captured.
-    StartPhase.LOADING: 600.0,
+    # No bytes to see: weights are read, kernels are compiled, graphs are captured. The agent gives vLLM 900 s for that,
+    # and then says more than could be said here.
+    StartPhase.LOADING: 960.0,
     StartPhase.WARMING: 300.0,
     StartPhase.TESTING: 180.0,
 }

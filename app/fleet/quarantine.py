@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import bids, partials, trust
 from app.fleet.core import Core
 from app.fleet.sizes import size_of
 from app.protocol.audits import Audit, AuditAnswer
-from app.protocol.job import JobSpec
+from app.protocol.job import JobSpec, JobStatus
 from app.storage.models import AuditRow, ExamItem, ItemStatus, Job, Lease, Node, WorkItem
 from providers.base import Billing
 
@@ -57,7 +57,21 @@ async def take(core: Core, roster: Roster, session: AsyncSession, job: Job, audi
             withdrawn += items
             objects += keys
     await session.flush()
-    return Taken(AuditAnswer(withdrawn=withdrawn, quarantined=await quarantined(session, job.id)), objects)
+    convicted = await quarantined(session, job.id)
+    if convicted:
+        await _give_up_if_hopeless(session, job, len(convicted))
+    return Taken(AuditAnswer(withdrawn=withdrawn, quarantined=convicted), objects)
+
+
+async def _give_up_if_hopeless(session: AsyncSession, job: Job, convicted: int) -> None:
+    """A job whose honest nodes all look like liars would rent and expel machines until its money is gone."""
+    passed = await session.scalar(select(func.sum(Node.audits_passed)).where(Node.job_id == job.id))
+    if job.outcome is None and trust.hopeless(convicted, int(passed or 0)):
+        job.outcome, job.status_reason = (
+            JobStatus.FAILED,
+            f"{convicted} nodes were quarantined and no audit has ever passed: nodes and learner differ in engine, "
+            "model files or task package (the events node_quarantined say in what), or trust.max_logprob_rms is too low",
+        )
 
 
 async def quarantine(

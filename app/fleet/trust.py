@@ -28,6 +28,8 @@ MOST_DRIFT = 5.0
 MOST_Z = 6.0
 CAUGHT = frozenset({"copied", "replayed"})
 """Reasons of a refused file that chance or a fault of an honest node does not explain."""
+STRANGE = 5
+"""So many liars among the first nodes of a job are none: engine, model files or task differ from the learner's."""
 TOLERANCE = 0.02
 """Of a token's standard deviation, by which the tokens of an honest engine may be likelier or less likely on average.
 A temperature of 0.9 instead of 1 makes ten times as much."""
@@ -95,6 +97,11 @@ def after(standing: Standing, audit: Audit, max_rms: float) -> Standing:
 
 def _smooth(old: float | None, new: float) -> float:
     return new if old is None else old + MEMORY * (new - old)
+
+
+def hopeless(convicted: int, passed: int) -> bool:
+    """Whether it is rather the job than its nodes: so many were convicted, and no audit of any has ever passed."""
+    return convicted >= STRANGE and passed == 0
 
 
 def guilt(standing: Standing, audit: Audit, max_rms: float) -> str:

@@ -25,6 +25,8 @@ from app.protocol.job import JobSpec
 from app.protocol.learner import DroppedGroup, Drops, EvalReport, StepReport
 
 _POLL_S = 0.5
+_FAULTS = ("invalid_", "audits_suspect", "audits_failed")
+"""What the names of metrics begin with that count groups which were refused."""
 _HARDLY = 10
 """Fewer usable groups than one in so many."""
 
@@ -234,7 +236,8 @@ class Loop:
             return
         margin = self._directives.current().staleness_budget + self.position.published - t
         if self._publisher.idle and 0 < margin * self._spec.batch.prompts < dead:
-            reasons = ", ".join(f"{n:.0f} × {name}" for name, n in self._extra_metrics().items()) or "stale"
+            told = {name: n for name, n in self._extra_metrics().items() if name.startswith(_FAULTS)}
+            reasons = ", ".join(f"{n:.0f} × {name}" for name, n in told.items()) or "stale"
             raise LearnerError(
                 f"{dead} groups since step {t} can't be trained on ({reasons}), and hardly any can; "
                 "do nodes and learner have the same model files and task package?"

@@ -117,9 +117,7 @@ class GRPOTrainer:
         seen = self._backward(rows, denominator)
         self._laps.lap("backward")
         values = step_metrics(groups, seen, denominator) | advantage_metrics(advantages) | self._align()
-        values |= node_metrics(
-            seen.log_ratio, [(owners[i], rows[i].own_tokens) for i in self._runner.order(rows)]
-        )
+        values |= node_metrics(seen.log_ratio, [(owners[i], rows[i].own_tokens) for i in self._runner.order(rows)])
         values |= {"grad_norm": self._clip(), "learning_rate": self._rate(self.steps)}
         self._laps.lap("metrics")
         self._copier.settle()

@@ -12,16 +12,15 @@ import signal
 import sys
 import threading
 from contextlib import AsyncExitStack
-from importlib.util import find_spec
 
 import httpx
 
 from app.protocol.errors import EchoError
 from app.protocol.startup import MachineFacts
 from app.rollout_agent.agent import Agent
-from app.rollout_agent.choice import engine_for
+from app.rollout_agent.choice import engine_for, has_vllm
 from app.rollout_agent.config import AgentSettings, load_settings, relay_address, self_destruct
-from app.rollout_agent.engines.base import Engine
+from app.rollout_agent.engines.base import Engine, StreamEngine
 from app.rollout_agent.engines.registry import choose_device, gpu_name, make_engine
 from app.rollout_agent.facts import machine_facts, open_nvml
 from app.rollout_agent.lifecycle import Ending
@@ -42,7 +41,7 @@ def run_agent() -> int:
             keep_windows()
         facts = machine_facts(settings.agent_dir, open_nvml())
         on_gpu = choose_device(settings.device) == "cuda"
-        chosen = engine_for(settings.engine, facts, on_gpu=on_gpu, has_vllm=find_spec("vllm") is not None)
+        chosen = engine_for(settings.engine, facts, on_gpu=on_gpu, has_vllm=has_vllm(settings))
         settings = settings.model_copy(update={"engine": chosen})
         engine = make_engine(settings)
         ending = asyncio.run(_run(settings, engine, facts, on_gpu))
@@ -54,7 +53,7 @@ def run_agent() -> int:
     return ending.code
 
 
-async def _run(settings: AgentSettings, engine: Engine, facts: MachineFacts, on_gpu: bool) -> Ending:
+async def _run(settings: AgentSettings, engine: Engine | StreamEngine, facts: MachineFacts, on_gpu: bool) -> Ending:
     notices = source_of(settings.notices, os.environ)
     async with httpx.AsyncClient() as http, AsyncExitStack() as stack:
         if notices is not None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from app.rollout_agent.bench_model import prepare
 from app.rollout_agent.bench_node import Measured, measure, short_name, with_links
-from app.rollout_agent.choice import engine_for
+from app.rollout_agent.choice import engine_for, has_vllm
 from app.rollout_agent.config import load_settings
 from app.rollout_agent.engines.registry import choose_device, gpu_name, make_engine
 from app.rollout_agent.facts import machine_facts, open_nvml
@@ -38,17 +37,19 @@ async def _measure(
     model: str, engine: str | None, concurrencies: Sequence[int], max_tokens: int, name: str,
     urls: tuple[str | None, str | None],
 ) -> Measured:  # fmt: skip
-    settings = load_settings(**NOBODY, **({} if engine is None else {"engine": engine}))
-    facts = await asyncio.to_thread(machine_facts, settings.agent_dir, open_nvml())
-    device = choose_device(settings.device)
-    chosen = engine_for(settings.engine, facts, on_gpu=device == "cuda", has_vllm=find_spec("vllm") is not None)
-    settings = settings.model_copy(update={"engine": chosen})
-    found = facts.gpus[0].name if facts.gpus else gpu_name() if device == "cuda" else "CPU"
     with tempfile.TemporaryDirectory(prefix="echo2-bench-") as folder:
+        given = {**NOBODY, "agent_dir": Path(folder) / "agent", **({} if engine is None else {"engine": engine})}
+        settings = load_settings(**given)
+        facts = await asyncio.to_thread(machine_facts, settings.agent_dir, open_nvml())
+        device = choose_device(settings.device)
+        chosen = engine_for(settings.engine, facts, on_gpu=device == "cuda", has_vllm=has_vllm(settings))
+        settings = settings.model_copy(update={"engine": chosen})
+        found = facts.gpus[0].name if facts.gpus else gpu_name() if device == "cuda" else "CPU"
+        made = make_engine(settings)
         prepared = await asyncio.to_thread(prepare, model, Path(folder))
         measured = await measure(
-            make_engine(settings), prepared, concurrencies=concurrencies, max_tokens=max_tokens, name=settings.engine,
-            title=model, gpu_name=name or short_name(found), facts=facts,
+            made, prepared, concurrencies=concurrencies, max_tokens=max_tokens, name=settings.engine, title=model,
+            gpu_name=name or short_name(found), facts=facts,
         )  # fmt: skip
     return await with_links(measured, *urls)
 

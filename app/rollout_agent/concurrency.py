@@ -18,7 +18,8 @@ BACKLOG = 0.125
 """A queue up to this share of what runs keeps the engine full while new work is on its way; more is waiting for
 nothing."""
 USED = 0.9
-"""The target may grow only if so much of it is in flight: else nothing was learnt about more."""
+"""The target may grow only if so much of it is in flight, and the engine's figures know of so much of that: else
+nothing was learnt about more. An engine that is busy tells late."""
 DECREASE = 0.8
 
 
@@ -62,7 +63,7 @@ def next_target(target: Target, in_flight: int, load: Load, bounds: Bounds) -> T
             return replace(target, met=True)
         fewer = min(target.samples, in_flight) * DECREASE
         return replace(target, samples=_within(int(fewer), bounds), met=True)
-    if in_flight < USED * target.samples:
+    if in_flight < USED * target.samples or load.running + load.waiting < USED * in_flight:
         return target
     more = target.samples + bounds.step if target.met else target.samples * 2
     return replace(target, samples=_within(more, bounds))

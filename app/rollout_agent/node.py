@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import httpx
 
@@ -24,16 +23,15 @@ from app.rollout_agent.client import NodeClient
 from app.rollout_agent.closing import close_parts
 from app.rollout_agent.config import AgentSettings, RelayAddress
 from app.rollout_agent.engines.base import Engine, StreamEngine
-from app.rollout_agent.engines.registry import is_stream
 from app.rollout_agent.faults import Faults
 from app.rollout_agent.heartbeats import describe
 from app.rollout_agent.hosting import StreamHost
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.measure import Rates
-from app.rollout_agent.stalls import StallWatch
 from app.rollout_agent.startup import Startup
 from app.rollout_agent.stream import StreamWorker
 from app.rollout_agent.task_side import open_task, score_threads
+from app.rollout_agent.watching import watch_of
 from app.rollout_agent.worker import Worker
 from app.rollout_agent.working import Parts, make_host, make_worker
 from app.snapshots.puller import Puller
@@ -202,7 +200,11 @@ class Node:
         self._set_state(NodeState.WARMING)
         pulling = asyncio.create_task(self._pull(store, puller), name="puller")
         working = asyncio.create_task(worker.run(), name="worker")
-        watching = asyncio.create_task(self._stall_watch(worker).run(), name="stalls")
+        watch = watch_of(
+            worker, self._host, self._engine, self._faults, probe=lambda: self._probe,
+            max_tokens=self._joined.sampling.max_tokens, clock=self._clock,
+        )  # fmt: skip
+        watching = asyncio.create_task(watch.run(), name="stalls")
         parts = (pulling, working, watching)
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -212,21 +214,6 @@ class Node:
             for task in parts:
                 task.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
-
-    def _stall_watch(self, worker: Worker | StreamWorker) -> StallWatch:
-        """An engine that streams is asked whether it lives, and restarted; one that is called from its own thread can
-        be neither."""
-        host, engine = self._host, self._engine
-        usual = partial(selftest.usual_s, max_tokens=self._joined.sampling.max_tokens)
-        recent = worker.meter if isinstance(worker, Worker) else None
-        return StallWatch(
-            stalled_s=lambda: worker.stalled_s,
-            usual_s=lambda: usual(self._probe, recent.usual_s if recent is not None else None),
-            healthy=engine.healthy if is_stream(engine) else None,
-            restart=host.restart if isinstance(host, StreamHost) else None,
-            report=self._faults.hung,
-            clock=self._clock,
-        )
 
     async def _start_relay(self, store: SnapshotStore) -> None:
         """Serve peers if they can reach this machine; without a relay the node is a leaf."""

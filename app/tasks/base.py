@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 8
@@ -67,7 +67,6 @@ class Task(Protocol):
         ...
 
 
-@runtime_checkable
 class MultiTurnTask(Task, Protocol):
     """A task whose environment answers what the policy writes.
 
@@ -81,6 +80,11 @@ class MultiTurnTask(Task, Protocol):
     def episode_reward(self, prompt: Prompt, turns: Sequence[str]) -> float:
         """Reward of an episode, finite; also of one that ran out of tokens before its end."""
         ...
+
+
+def is_multi_turn(task: Task) -> TypeGuard[MultiTurnTask]:
+    """Whether its environment answers. (An `isinstance` would look at all members; counting prompts may be slow.)"""
+    return hasattr(task, "respond")
 
 
 def is_deterministic(task: Task) -> bool:

@@ -6,6 +6,7 @@ Invariant: what is made has everything that a task needs; what can't be made is 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
@@ -19,6 +20,7 @@ from app.tasks.base import Task
 from app.tasks.names import entry_point, file_name, unknown, wrong_name, wrong_params
 
 Factory = Callable[[Mapping[str, JsonValue], int], Task]
+_NONE = object()
 MEMBERS = ("name", "train_size", "heldout_size", "train", "heldout", "reward")
 
 
@@ -63,7 +65,8 @@ def _plugin(spec: TaskSpec, seed: int, folder: Path | None) -> Task:
         task = factory(dict(spec.params), seed)
     except (TypeError, ValueError, KeyError) as error:
         raise wrong_params("", f"{spec.name} refuses its parameters: {type(error).__name__}: {error}"[:1000]) from error
-    missing = [member for member in MEMBERS if not hasattr(task, member)]
+    # Looked up without being computed: counting the prompts may take long.
+    missing = [member for member in MEMBERS if inspect.getattr_static(task, member, _NONE) is _NONE]
     if hasattr(task, "respond") and not hasattr(task, "episode_reward"):
         missing.append("episode_reward")
     if missing:

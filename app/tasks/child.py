@@ -87,14 +87,14 @@ class _Served:
 
     def _load(self, ask: _Ask) -> dict[str, Any]:
         from app.protocol.job import TaskSpec
-        from app.tasks.base import MultiTurnTask, is_deterministic
+        from app.tasks.base import is_deterministic, is_multi_turn
         from app.tasks.build import build
 
         task = build(TaskSpec.model_validate(ask["spec"]), ask["seed"], ask["folder"])
         self._task = task
         return {
             "name": str(task.name),
-            "multi_turn": isinstance(task, MultiTurnTask),
+            "multi_turn": is_multi_turn(task),
             "deterministic": is_deterministic(task),
             "cut_off": self._cut,
         }

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.protocol.errors import BadInput, TaskFailed
-from app.tasks.base import MultiTurnTask, Prompt, Task
+from app.tasks.base import Prompt, Task, is_multi_turn
 from app.tasks.prompts import decode, encode_reply
 
 
@@ -31,7 +31,7 @@ def reply_of(
 
     Raises BadInput for a reply without tokens, and whatever the task raises.
     """
-    if not isinstance(task, MultiTurnTask):
+    if not is_multi_turn(task):
         return None
     reply = task.respond(prompt, turns_of(tokenizer, completion_ids, generated))
     return None if reply is None else encode_reply(tokenizer, reply.text, completion_ids[-1])
@@ -40,7 +40,7 @@ def reply_of(
 def reward_of_turns(task: Task, prompt: Prompt, turns: Sequence[str]) -> float:
     """The reward of what the policy wrote. Raises TaskFailed if it is not finite, BadInput for turns
     that the task does not have, and whatever the task raises."""
-    if isinstance(task, MultiTurnTask):
+    if is_multi_turn(task):
         reward = task.episode_reward(prompt, turns)
     elif len(turns) == 1:
         reward = task.reward(prompt, turns[0])

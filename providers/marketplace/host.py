@@ -155,9 +155,11 @@ class Host:
             "ALL_PROXY": f"socks5://127.0.0.1:{gateway_port}",
             "NO_PROXY": "",
         }
+        # What an image would have: an interpreter with vLLM.
+        image = {name: os.environ[name] for name in ("ECHO2_VLLM_PYTHON",) if name in os.environ}
         ports = {f"VAST_TCP_PORT_{port}": str(public) for port, public in contract.public_ports.items()}
         bound = {f"ECHO2_BIND_{port}": str(private) for port, private in binds.items()}
-        return {**system, **contract.order.env, **provider, **ports, **bound}
+        return {**system, **image, **contract.order.env, **provider, **ports, **bound}
 
     async def close(self) -> None:
         """End every process, SIGKILL after the grace; returns when none lives."""

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from app.rollout_agent.engines.base import Completion
 from app.rollout_agent.engines.vllm_command import VllmOptions
 from app.snapshots.manifest import Probe, new_key
-from app.snapshots.store import Snapshot
+from app.snapshots.store import Snapshot, SnapshotStore
 from tests.unit.rollout_agent.tiny import make_model, new_store, write_model_files
 
 PROBE_IDS = [5, 17, 99, 203, 4, 31, 77, 150]
@@ -30,7 +30,7 @@ class World:
         config = Qwen3Config.from_pretrained(self.folder)
         config.hidden_size, config.head_dim = 64, 32
         config.save_pretrained(self.folder)
-        self._key = new_key()
+        self.key = new_key()
         self._published = 0
         self._models: dict[int, Any] = {}
 
@@ -48,17 +48,21 @@ class World:
             self._models[seed] = make_model(self.folder, seed)
         return self._models[seed]
 
+    def new_store(self, name: str) -> SnapshotStore:
+        """An empty store."""
+        return new_store(self.root / name, self.key)
+
     def publish(self, version: int, *, probe_of: int | None = None, quantise: Any = None) -> Snapshot:
         """A snapshot of a version whose probe is that of `probe_of` (default: its own); −1: without a probe."""
         logprobs = self.logprobs(PROBE_IDS, version if probe_of is None else probe_of)
         probe = Probe(token_ids=PROBE_IDS, logprobs=logprobs)
         # A store takes rising versions only, and here they go back.
         self._published += 1
-        store = new_store(self.root / f"snapshots-{self._published}", self._key)
+        store = self.new_store(f"snapshots-{self._published}")
         published = store.publish(
             self.model(version).state_dict(),
             version=version,
-            key=self._key,
+            key=self.key,
             deltas=False,
             quantise=quantise,
             probe=None if probe_of == -1 else lambda _: probe,

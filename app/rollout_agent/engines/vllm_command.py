@@ -23,6 +23,8 @@ BASE_NAME = "echo2-base"
 CPU_CACHE_BYTES = 256 * 1024 * 1024
 MAX_LORAS = 4
 """Adapters in use at once: that of the newest version, and those under which long completions began."""
+SECRET = frozenset({"CONTAINER_API_KEY"})
+"""What the machine's environment holds and an engine has no use for: the key that ends the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,8 @@ def command(options: VllmOptions, model: Path, port: int, blueprint: Blueprint) 
 
 
 def environment(options: VllmOptions, base: Mapping[str, str], key: str) -> dict[str, str]:
-    """The server's environment: the agent's without its own settings (one of them is a secret), and what vLLM needs."""
-    kept = {name: value for name, value in base.items() if not name.startswith("ECHO2_")}
+    """The server's environment: the agent's without its own settings and secrets, and what vLLM needs."""
+    kept = {name: value for name, value in base.items() if not name.startswith("ECHO2_") and name not in SECRET}
     kept |= {
         "ECHO2_ENGINE_KEY": key,
         "PYTHONPATH": str(INSIDE),
@@ -95,8 +97,10 @@ def environment(options: VllmOptions, base: Mapping[str, str], key: str) -> dict
         "VLLM_LOGGING_LEVEL": base.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "HF_HUB_OFFLINE": "1",
     }
-    if options.threads is not None and options.device == "cpu":
-        kept["OMP_NUM_THREADS"] = str(options.threads)
+    if options.device == "cpu":
+        # By itself it would bind its threads to cores, and every engine of a computer to the same ones.
+        kept.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        kept["OMP_NUM_THREADS"] = str(options.threads or 1)
     return kept
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 8.0
 """SIGTERM, so long, then SIGKILL. The host gives the server less."""
 KILLED_S = 10.0
+EMPTY_S = 3.0
+"""So long killed children have to be gone after their host."""
 VERSION_TIMEOUT_S = 30.0
 TAIL_BYTES, TAIL_LINES = 16 * 1024, 12
 _ASK = """
@@ -83,6 +86,17 @@ class EngineProcess:
         self.kill()
         if not await self.ended(KILLED_S):
             raise Unavailable(f"the engine's process {self.pid} does not end")
+        deadline = time.monotonic() + EMPTY_S
+        while self._group_left() and time.monotonic() < deadline:  # noqa: ASYNC110  (nobody tells when it is gone)
+            await asyncio.sleep(0.02)
+
+    def _group_left(self) -> bool:
+        """Whether the group still has a process, be it one that is dead and that nobody has collected."""
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def kill(self) -> None:
         """SIGKILL to the group; nothing if it is gone."""

@@ -241,6 +241,43 @@ async def test_a_bad_partial_file_is_refused_and_its_groups_are_done_anew(
     assert (await control.node_row(node.id)).files_refused == 1
 
 
+async def test_a_beginning_of_copies_is_refused_where_it_comes_from(control: World) -> None:
+    job_id = await control.create(batch={"group_size": 8})
+    _, nodes = await control.running(job_id)
+    items, _ = await nodes[0].work(1)
+    rows = [replace(r, logprobs=[-3.0, -3.0], reward=0.0) for r in nodes[0].rollouts(items)]
+    assert (await _hand_back(nodes[0], rows)).json()["reason"] == "copied"
+    assert [(i.status, i.partial_key) for i in await control.items(job_id)] == [("pending", None)]
+
+
+async def test_who_finishes_what_another_node_replayed_is_not_taken_for_the_cheat(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner = await control.ready_learner(job_id, 2, train_prompts=1)
+    await control.round()
+    await control.round(10)
+    one, two, *_ = [await control.join(r) for r in control.provider.live() if r.env]
+
+    def long(items: Sequence[WorkItem], reward: float) -> list[Rollout]:
+        return [
+            replace(r, completion_ids=[r.sample_index, *range(9)], logprobs=[-2.0] * 10, reward=reward)
+            for r in one.rollouts(items)
+        ]
+
+    first, _ = await one.work(1)
+    assert (await _finish(one, first, long(first, 1.0))).json()["accepted"] == [first[0].id]
+    second, _ = await one.work(1)
+    body = await _put(one, long(second, 0.0))
+    assert (await one.post("partials", body)).json() == {"taken": [second[0].id]}
+    got, _ = await two.work(1)
+    assert (await _finish(two, got, long(got, 1.0))).json()["reason"] == "replayed_begun"
+    # The next one does not go on from it.
+    assert not _there(control, body["key"])
+    again, _ = await two.work(1)
+    assert (again[0].id, again[0].partial) == (second[0].id, None)
+    assert (await _finish(two, again, two.rollouts(again))).json()["accepted"] == [second[0].id]
+    assert sum(len(ref.work_items) for ref in await learner.poll()) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"blake3": "0" * 64}, "hash"), ({"size": 7}, "truncated"), ({"work_items": ["job_x-1"]}, "foreign_work_item")],

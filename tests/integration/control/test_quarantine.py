@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,8 @@ from app.protocol.trajectory import encode
 from app.storage.models import AuditRow, Cooldown
 from app.storage.models import WorkItem as WorkItemRow
 from tests.integration.control.conftest import BOTH
-from tests.integration.control.rig import GROUP, Learner, Node_, World
+from tests.integration.control.fake_provider import FakeProvider
+from tests.integration.control.rig import GROUP, Learner, Node_, World, machines
 
 
 def audit(node: Node_, item: str, **changes: Any) -> dict[str, Any]:
@@ -229,3 +232,27 @@ async def test_who_hands_in_copies_is_out_in_the_next_round(control: World, kind
     assert before in [i.id for i in await control.items(job_id) if i.status == "pending"]
     assert (await learner.page())["quarantined"] == [liar.id]
     assert (await control.node_row(other.id)).quarantined_at is None
+
+
+@pytest.mark.parametrize("one_passes", [False, True])
+async def test_a_job_in_which_every_node_lies_fails_before_its_money_is_gone(
+    open_world: Callable[..., AbstractAsyncContextManager[World]], provider: FakeProvider, one_passes: bool
+) -> None:
+    """Another engine, another task package: each node would be expelled, and the next one rented."""
+    provider.machines = machines(*[0.2] * 6)
+    async with open_world() as control:
+        job_id = await control.create(fleet={"max_nodes": 6})
+        learner, nodes = await control.running(job_id, nodes=6)
+        for number, node in enumerate(nodes[:5]):
+            (item,) = await node.produce(1)
+            good = one_passes and number == 0
+            await tell(learner, audit(node, item) if good else audit(node, item, **WRONG))
+        if one_passes:
+            (item,) = await nodes[5].produce(1)
+            await tell(learner, audit(nodes[5], item, **WRONG))
+        await control.rounds(2)
+        job = await control.job(job_id)
+        assert (job["status"] in ("draining", "failed")) is not one_passes
+        assert ("no audit has ever passed" in job["status_reason"]) is not one_passes
+        await learner.beat()
+        assert learner.command == ("run" if one_passes else "abort")

@@ -186,9 +186,7 @@ class FakeService:
                     c.logprobs,
                     [version],
                     [0],
-                    0.0
-                    if self.spec.rewards == "learner"
-                    else self._task.reward(prompt, decode(tokenizer, c.ids)),
+                    0.0 if self.spec.rewards == "learner" else self._task.reward(prompt, decode(tokenizer, c.ids)),
                     c.finish_reason,
                 )
                 for i, c in enumerate(made)

@@ -148,17 +148,19 @@ def check_store(service: FakeService, ready: dict) -> None:
     start = AutoModelForCausalLM.from_pretrained(tiny_model(CACHE))
     assert not torch.equal(trained.model.norm.weight, start.model.norm.weight)
     assert AutoTokenizer.from_pretrained(final).chat_template
-    check_probe(manifest.probe, trained.bfloat16().float())
+    check_probe(manifest.probe, trained)
     for asset in ready["assets"]:
         assert service.store.head(f"jobs/{JOB}/model/{asset['path']}").size == asset["size"]
 
 
-def check_probe(probe: Probe | None, published) -> None:
-    """An engine that holds the published weights says what the manifest says."""
+def check_probe(probe: Probe | None, model) -> None:
+    """An engine that holds these weights in bfloat16 says what the manifest says."""
     assert probe is not None
     ids = torch.tensor([probe.token_ids])
     with torch.no_grad():
-        logprobs = torch.log_softmax(published(input_ids=ids).logits[0, :-1], -1)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        logprobs = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1)
     found = logprobs.gather(1, ids[0, 1:, None])[:, 0]
     assert found.tolist() == pytest.approx(probe.logprobs, abs=1e-4)
 

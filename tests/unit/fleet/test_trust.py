@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from app.fleet.trust import FEW, MOST_Z, Standing, after, guilt
+from app.fleet.trust import FEW, MOST_Z, STRANGE, Standing, after, guilt, hopeless
 from app.protocol.audits import Audit
 
 BOUND = 0.03
@@ -97,3 +97,10 @@ def test_what_is_shown_of_a_node_follows_its_audits():
     silent = after(standing, audit(tokens=0, verdict="unclear"), BOUND)
     assert (silent.rms, silent.audits, silent.passed) == (standing.rms, 3, 2)
     assert math.isclose(Standing(surprise=-30.0, variance=25.0).z, -6.0)
+
+
+@pytest.mark.parametrize(
+    ("convicted", "passed", "expected"), [(0, 0, False), (STRANGE - 1, 0, False), (STRANGE, 0, True), (50, 1, False)]
+)
+def test_a_job_in_which_everybody_lies_is_at_fault_itself(convicted: int, passed: int, expected: bool):
+    assert hopeless(convicted, passed) is expected

@@ -23,8 +23,12 @@ def load(running: int = 64, waiting: int = 0, cache: float = 0.3, preemptions: i
         # Not full yet: doubled until it is for the first time, then by a group.
         (Target(64), 64, load(), 128),
         (Target(64, met=True), 64, load(), 72),
-        (Target(500, met=True), 500, load(), 508),
-        (Target(508, met=True), 508, load(), 512),
+        (Target(500, met=True), 500, load(running=500), 508),
+        (Target(508, met=True), 508, load(running=508), 512),
+        # The engine does not know yet of what it was given last.
+        (Target(128), 128, load(running=64), 128),
+        (Target(128), 128, load(running=110, waiting=2), 128),
+        (Target(128), 128, load(running=110, waiting=6), 256),
         # Not used: nothing is learnt about more.
         (Target(64), 50, load(running=50), 64),
         (Target(64, met=True), 0, load(running=0), 64),
@@ -77,6 +81,7 @@ def test_it_stays_in_bounds_grows_only_when_used_and_shrinks_only_when_full(look
             assert not queued
             assert not pressed
             assert in_flight >= 0.9 * before.samples
+            assert figures.running + figures.waiting >= 0.9 * in_flight
         if target.samples < before.samples:
             assert queued or pressed
 
@@ -102,6 +107,15 @@ def test_it_finds_the_seats_of_an_engine_and_stays_there(seats: int) -> None:
     late = history[100:]
     assert sum(min(samples, seats) for samples in late) / len(late) >= 0.85 * seats, "it is kept full"
     assert max(late) <= max(seats * (1 + BACKLOG), seats + BOUNDS.step) + 2 * BOUNDS.step, "and not overfull"
+
+
+def test_an_engine_that_tells_late_is_not_flooded() -> None:
+    machine, target = Machine(100), first_target(BOUNDS)
+    late = [machine.figures(0)] * 6
+    for _ in range(60):
+        late.append(machine.figures(target.samples))
+        target = next_target(target, target.samples, late.pop(0), BOUNDS)
+        assert target.samples <= 256, "twice what was found to be too much"
 
 
 def test_it_follows_an_engine_that_has_less_room_later() -> None:

@@ -37,6 +37,10 @@ def test_no_repr_shows_the_token() -> None:
         ("ECHO2_DEVICE", "tpu"),
         ("ECHO2_SIM_TOKENS_PER_S", "0"),
         ("ECHO2_THREADS", "many"),
+        ("ECHO2_VLLM_ON_SWAP", "drop"),
+        ("ECHO2_VLLM_MEMORY_SHARE", "1.5"),
+        ("ECHO2_VLLM_MAX_SEQUENCES", "0"),
+        ("ECHO2_VLLM_ARGS", "--seed '7"),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:

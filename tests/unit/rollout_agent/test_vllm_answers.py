@@ -184,8 +184,10 @@ def test_the_server_is_on_loopback_unbiased_and_its_key_on_no_command_line() -> 
     assert told["--load-format"] == "dummy"
     assert told["--max-model-len"] == "auto"
     assert line[-2:] == ["--max-num-seqs", "3"], "the user's come last and win"
-    env = environment(OPTIONS, {"ECHO2_JOIN_TOKEN": "t", "PATH": "/bin", "ECHO2_ENGINE_KEY": "old"}, "k3y")
-    assert "ECHO2_JOIN_TOKEN" not in env
+    env = environment(
+        OPTIONS, {"ECHO2_JOIN_TOKEN": "t", "CONTAINER_API_KEY": "c", "PATH": "/bin", "ECHO2_ENGINE_KEY": "old"}, "k3y"
+    )
+    assert not {"ECHO2_JOIN_TOKEN", "CONTAINER_API_KEY"} & env.keys()
     assert env["ECHO2_ENGINE_KEY"] == "k3y"
     assert env["PATH"] == "/bin"
     assert env["VLLM_HOST_IP"] == "127.0.0.1"

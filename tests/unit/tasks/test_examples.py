@@ -11,7 +11,7 @@ import pytest
 from app.protocol.errors import BadInput
 from app.protocol.job import TaskLimits, TaskSpec
 from app.storage.stores import FolderStore
-from app.tasks.base import MultiTurnTask
+from app.tasks.base import is_multi_turn
 from app.tasks.files import TaskIntake, fetch_files
 from app.tasks.registry import load_task
 from app.tasks.sandbox import SandboxTask
@@ -53,7 +53,7 @@ def test_a_task_of_thirty_lines(tmp_path: Path):
 
 def test_a_task_of_several_turns(tmp_path: Path):
     task = as_a_job(tmp_path, "Guess")
-    assert isinstance(task, MultiTurnTask)
+    assert is_multi_turn(task)
     train, heldout = map(task.train, range(task.train_size)), map(task.heldout, range(task.heldout_size))
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in heldout}
     prompt = task.train(1)  # 37

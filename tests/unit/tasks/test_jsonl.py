@@ -59,6 +59,20 @@ def test_fields_template_and_a_file_of_its_own_for_held_out_rows(tmp_path: Path)
         task.heldout(1)
 
 
+def test_white_space_around_a_line_does_not_matter(tmp_path: Path):
+    lines = [
+        b'{"prompt": "a", "answer": 1}  \r\n',
+        b"  \n",
+        b' {"prompt": "b", "answer": 2}\n',
+        b'{"prompt":"c","answer":3}',
+    ]
+    (tmp_path / "train.jsonl").write_bytes(b"".join(lines))
+    rows(tmp_path, "heldout", *pairs(1))
+    task = opened(tmp_path, heldout="y")
+    assert [task.train(i).text for i in range(task.train_size)] == ["a", "b", "c"]
+    assert [task.reward(task.train(i), str(i + 1)) for i in range(3)] == [1.0] * 3
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.protocol.errors import BadInput
 from app.protocol.job import TaskSpec
-from app.tasks.base import MultiTurnTask, Prompt
+from app.tasks.base import Prompt, is_multi_turn
 from app.tasks.poker import Deal, PokerTask, all_deals, chance, opponent_action
 from app.tasks.poker_rules import MOST_CHIPS, Action, State, payoff, play, read_action
 from app.tasks.registry import load_task
@@ -196,7 +196,7 @@ def test_the_opponent_plays_by_its_card():
 
 
 def test_it_is_a_task_of_several_turns_and_checks_its_parameters():
-    assert isinstance(poker(), MultiTurnTask)
+    assert is_multi_turn(poker())
     with pytest.raises(BadInput, match="'rule' is not a parameter"):
         poker(rule=True)
     with pytest.raises(BadInput, match="must be true or false"):

@@ -70,6 +70,8 @@ def test_an_end_that_the_policy_wrote_is_not_written_again_and_another_is():
 def test_without_a_template_the_reply_is_the_text():
     own = tokenizer(None)
     assert own.decode(encode_reply(own, " then 7", own.eos_token_id)) == " then 7"
+    # A letter is no end of a turn, even where the policy happened to stop on it.
+    assert own.decode(encode_reply(own, "xy", own("x")["input_ids"][0])) == "xy"
     with pytest.raises(BadInput, match="no tokens"):
         encode_reply(own, "", own.eos_token_id)
 
@@ -122,3 +124,11 @@ def test_a_hand_of_poker_is_scored_from_its_tokens():
     marks = [True] * len(first) + [False] * len(reply) + [True] * len(last)
     expected = task.episode_reward(prompt, ["c", "fold"])
     assert reward_of(task, prompt, own, [*first, *reply, *last], marks) == expected
+
+
+def test_scoring_an_answer_does_not_count_the_prompts():
+    """That may mean to draw all of them."""
+    task: Any = load_task(TaskSpec(name="reasoning_gym", params={"dataset": "gcd", "size": 1_000_000}), 0)
+    prompt = task.train(0)
+    assert reward_of_turns(task, prompt, [prompt.entry["answer"]]) == 1.0
+    assert task._scanned < 100

@@ -10,7 +10,7 @@ import pytest
 
 from app.protocol.errors import BadInput
 from app.protocol.job import TaskSpec
-from app.tasks.base import MultiTurnTask, is_heldout
+from app.tasks.base import is_heldout, is_multi_turn
 from app.tasks.registry import is_sandboxed
 from app.tasks.verifiers import VerifiersTask
 from tests.unit.tasks.verifiers_side import standin
@@ -43,7 +43,7 @@ def test_one_turn_is_scored_by_the_task_s_own_rewards():
     right = str(int(prompt.text.split()[2].partition("+")[0]) + 1)
     assert [task.reward(prompt, text) for text in (right, "no", "")] == [1.0, 0.0, 0.0]
     assert task.respond(prompt, ["no"]) is None
-    assert isinstance(task, MultiTurnTask)
+    assert is_multi_turn(task)
     with pytest.raises(BadInput, match="there is no number 99"):
         task.train(99)
 
