@@ -70,7 +70,7 @@ async def _give_up_if_hopeless(session: AsyncSession, job: Job, convicted: int) 
         job.outcome, job.status_reason = (
             JobStatus.FAILED,
             f"{convicted} nodes were quarantined and no audit has ever passed: nodes and learner differ in engine, "
-            "model files or task package (the events node_quarantined say in what), or trust.max_logprob_rms is too low",
+            "model files or task package (the events node_quarantined say in what), or trust.max_logprob_rms is low",
         )
 
 

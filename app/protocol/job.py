@@ -46,7 +46,7 @@ FINAL_STATUSES = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CAN
 
 
 class TaskFile(Spec):
-    """A file that goes with a job's task: the source of a plug-in, prompts and answers. The control service makes it."""
+    """A file of a job's task: the source of a plug-in, prompts and answers. The control service makes it."""
 
     role: Literal["source", "train", "heldout"]
     size: int = Field(ge=0)

@@ -1,5 +1,7 @@
 """how far a machine's start has come, and what it has"""
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -8,23 +10,25 @@ down_revision = "0011"
 branch_labels = None
 depends_on = None
 
-COLUMNS = (
-    sa.Column("phase", sa.String(), nullable=True),
-    sa.Column("phase_detail", sa.Text(), nullable=False, server_default=""),
-    sa.Column("phase_since", sa.Double(), nullable=True),
-    sa.Column("phase_moved_at", sa.Double(), nullable=True),
-    sa.Column("phase_have", sa.BigInteger(), nullable=True),
-    sa.Column("phase_total", sa.BigInteger(), nullable=True),
-    sa.Column("gpu_ram_mb", sa.BigInteger(), nullable=False, server_default="0"),
-    sa.Column("facts", sa.JSON(), nullable=True),
-)
+
+def _columns() -> tuple[sa.Column[Any], ...]:
+    return (
+        sa.Column("phase", sa.String(), nullable=True),
+        sa.Column("phase_detail", sa.Text(), nullable=False, server_default=""),
+        sa.Column("phase_since", sa.Double(), nullable=True),
+        sa.Column("phase_moved_at", sa.Double(), nullable=True),
+        sa.Column("phase_have", sa.BigInteger(), nullable=True),
+        sa.Column("phase_total", sa.BigInteger(), nullable=True),
+        sa.Column("gpu_ram_mb", sa.BigInteger(), nullable=False, server_default="0"),
+        sa.Column("facts", sa.JSON(), nullable=True),
+    )
 
 
 def upgrade() -> None:
-    for column in COLUMNS:
-        op.add_column("leases", column.copy())
+    for column in _columns():
+        op.add_column("leases", column)
 
 
 def downgrade() -> None:
-    for column in reversed(COLUMNS):
+    for column in reversed(_columns()):
         op.drop_column("leases", column.name)

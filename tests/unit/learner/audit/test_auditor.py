@@ -195,6 +195,27 @@ def test_under_each_version_the_first_group_is_looked_at_before_others_are_train
     assert rig.court.convicted == {"n"}
 
 
+def test_a_group_with_a_fault_is_at_no_time_in_the_buffer(rig: Rig):
+    rig.court.gate.clear()
+    rig.receive(noisy(groups("a")[0]))
+    assert rig.court.asked.wait(30)
+    assert rig.here == []
+    rig.court.gate.set()
+    rig.settled()
+    assert rig.here == []
+
+
+def test_after_a_suspect_group_the_next_that_waited_is_looked_at():
+    rig = Rig(versions=(0, 2), probation=0)
+    first, *others = groups("a", "b", "c", version=2)
+    rig.receive(noisy(first), *others)
+    rig.auditor.start()
+    rig.settled()
+    rig.auditor.stop()
+    assert rig.told == [("a", "suspect"), ("b", "passed")]
+    assert rig.here == ["b", "c"]
+
+
 def test_what_waits_for_a_good_group_follows_it():
     rig = Rig(versions=(0, 2), probation=0)
     rig.receive(*groups("a", "b", "c", version=2))

@@ -136,6 +136,15 @@ def test_a_version_that_can_not_be_looked_at_holds_nobody_up():
     assert custody.receive(case("d", 6)) == "first"
 
 
+def test_what_others_began_does_not_speak_for_the_node_that_finished_it():
+    custody = Custody(TRUST, lambda: 0.9)
+    custody.known("n", 100)
+    foreign = case("c", 6, foreign=True)
+    custody.receive(foreign)
+    custody.settled(foreign, True, "passed", "")
+    assert custody.receive(case("d", 6)) == "first"
+
+
 def test_nothing_is_left_of_a_banished_node():
     custody = Custody(TRUST, lambda: 0.9)
     custody.known("n", 100)
