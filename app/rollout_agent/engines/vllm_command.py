@@ -70,6 +70,8 @@ def command(options: VllmOptions, model: Path, port: int, blueprint: Blueprint) 
     arguments += ["--worker-extension-cls", "echo2_engine_worker.Extension"]
     arguments += ["--max-model-len", "auto" if options.max_model_len is None else str(options.max_model_len)]
     if options.device == "cpu":
+        # A seeded request whose prompt comes in two steps ends the engine there: its random numbers can't be set back.
+        arguments += ["--no-enable-chunked-prefill"]
         arguments += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
     else:
         arguments += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.memory_share)]

@@ -17,8 +17,8 @@ def run(meter: FlowMeter, start: float, seconds: float, *, in_flight: int, targe
 
 
 def test_a_full_engine_shows_its_speed() -> None:
+    assert FlowMeter().rates is None
     meter = FlowMeter()
-    assert meter.rates is None
     run(meter, 100.0, 60.0, in_flight=64, target=64, per_s=8.0)
     assert meter.rates is not None
     assert meter.rates.rollouts_per_s == pytest.approx(8.0, rel=0.02)
