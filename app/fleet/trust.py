@@ -7,7 +7,7 @@ service came to know them within rounding, and survive it.
 Three things are watched.
 
 * *Drift*: suspect audits, whose log-probs are off by more than the bound, add up, others wear it off (a CUSUM of the
-  mean square over the bound's). Noise of 0.05 nats under a bound of 0.03 adds 1.8 an audit and is out at the third. An
+  mean square over the bound's). Noise of 0.05 nats under a bound of 0.035 adds 1 an audit and is out at the fifth. An
   honest node at two thirds of the bound loses 0.5 an audit, so that three outliers have to come nearly in a row.
 * *Calibration*: by Freedman's inequality a martingale whose steps are at most b reaches x, while its variance is at
   most V, with a probability of at most exp(−x² / 2(V + b·x/3)) (Ann. Probab. 3, 1975). Downwards no token can go

@@ -14,12 +14,15 @@ START = 16
 MAX_SAMPLES = 1024
 CACHE_FULL = 0.95
 """Beyond this share of the key/value cache the next samples would push others out."""
+CACHE_HALF = 0.5
+"""Requests that were put back with less of the cache in use were put back by a swap, which empties it."""
 BACKLOG = 0.125
 """A queue up to this share of what runs keeps the engine full while new work is on its way; more is waiting for
 nothing."""
-USED = 0.9
-"""The target may grow only if so much of it is in flight, and the engine's figures know of so much of that: else
-nothing was learnt about more. An engine that is busy tells late."""
+USED = 0.8
+"""The target may grow only if so much of it is in flight, or all but two groups: else nothing was learnt about more."""
+KNOWN = 0.9
+"""And only if the engine's figures know of so much of what is in flight: one that is busy tells late."""
 DECREASE = 0.8
 
 
@@ -53,7 +56,8 @@ def next_target(target: Target, in_flight: int, load: Load, bounds: Bounds) -> T
     decrease. A decrease is given time to have its effect before the next one, and new work the time to leave the
     queue: a backlog counts when two looks find it."""
     seen = load.preemptions if target.preemptions is None else target.preemptions
-    pressed = load.preemptions > seen or load.cache_used > CACHE_FULL
+    put_back = load.preemptions > seen and load.cache_used > CACHE_HALF
+    pressed = put_back or load.cache_used > CACHE_FULL
     queued = load.waiting > max(bounds.step, BACKLOG * load.running)
     waited, target = target.queued, replace(target, preemptions=load.preemptions, queued=queued)
     if queued and not waited and not pressed:
@@ -63,7 +67,8 @@ def next_target(target: Target, in_flight: int, load: Load, bounds: Bounds) -> T
             return replace(target, met=True)
         fewer = min(target.samples, in_flight) * DECREASE
         return replace(target, samples=_within(int(fewer), bounds), met=True)
-    if in_flight < USED * target.samples or load.running + load.waiting < USED * in_flight:
+    used = in_flight > target.samples - max(2 * bounds.step, (1 - USED) * target.samples)
+    if not used or load.running + load.waiting < KNOWN * in_flight:
         return target
     more = target.samples + bounds.step if target.met else target.samples * 2
     return replace(target, samples=_within(more, bounds))

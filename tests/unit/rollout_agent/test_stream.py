@@ -91,6 +91,7 @@ async def test_an_engine_that_puts_requests_back_gets_fewer() -> None:
             await filled(shift)
         before = shift.worker.target
         shift.engine.preemptions += 1
+        shift.engine.cache_used = 0.8
         await shift.worker.look()
         after = shift.worker.target
         assert after < before
