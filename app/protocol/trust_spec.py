@@ -20,8 +20,8 @@ class TrustSpec(Spec):
     others under that version wait with it: who keeps old weights is found out before it is trained on."""
     max_logprob_rms: float = Field(default=0.035, gt=0, le=10)
     """Root mean square, in nats, of the difference between a node's log-probs and those computed again, above which a
-    group is suspect. Two honest computations of one model differ by rounding: below 1e-4 where both are in float32, 0.025
-    between bfloat16 and float32 (135M parameters, H200). A lie of 0.05 lies above both. An engine that
+    group is suspect. Two honest computations of one model differ by rounding: below 1e-4 where both are in float32,
+    0.025 between bfloat16 and float32 (135M parameters, H200). A lie of 0.05 lies above both. An engine that
     rounds more (eight-bit weights or caches of its own) needs a higher bound, or it is taken for a liar."""
 
     @property
