@@ -94,16 +94,15 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def running(engine: VllmEngine, n: int) -> None:
-    async with asyncio.timeout(30):
-        while (await engine.load_figures()).running < n:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 async def busy(engine: VllmEngine) -> list[asyncio.Task[Completion]]:
     """More than it can run at once, so that there is work for some seconds, and some of it under way."""
     tasks = [sample(engine, i, max_tokens=230) for i in range(60)]
-    await running(engine, 8)
+    async with asyncio.timeout(60):
+        while (await engine.load_figures()).running < 8:
+            await asyncio.sleep(0.02)
+            for task in tasks:
+                if task.done():
+                    task.result()
     return tasks
 
 
