@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import PlainTextResponse
 
 from app.api.deps import ServicesDep
-from app.fleet.pins import pins
+from app.fleet import pins
 
 router = APIRouter(prefix="/v1/agent", tags=["nodes"])
 
@@ -20,5 +20,4 @@ async def constraints(
 ) -> PlainTextResponse:
     """Exact versions, as pip's `-c` takes them: the operator's file, else what this service runs with."""
     own = svc.core.settings.agent_constraints
-    text = await asyncio.to_thread(pins, engine) if own is None else await asyncio.to_thread(own.read_text)
-    return PlainTextResponse(text)
+    return PlainTextResponse(await asyncio.to_thread(pins.constraints, engine, own))

@@ -41,7 +41,7 @@ if [ "$engine" = auto ]; then
   mb=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | sort -n | head -n 1) || mb=
   if [ "${mb:-0}" -ge 15000 ] 2>/dev/null; then engine=vllm; else engine=transformers; fi
 fi
-if [ "$engine" = vllm ]; then package=$(printf %s "$package" | sed 's/\[agent\]/[agent,vllm]/'); fi
+if [ "$engine" = vllm ]; then package=$(printf %s "$package" | sed '/[[,]vllm[],]/!s/\[\([^]]*\)\]/[\1,vllm]/'); fi
 exact=${ECHO2_AGENT_CONSTRAINTS-"${ECHO2_CONTROL_URL%/}/v1/agent/constraints?engine=$engine"}
 
 mkdir -p "$home/tmp"
@@ -51,7 +51,8 @@ if [ "$(cat "$home/installed" 2>/dev/null)" != "$package $exact" ]; then
   watcher=$!
   trap 'kill $watcher 2>/dev/null' EXIT
   progress installing "$package"
-  [ -x "$home/venv/bin/python" ] || "$python" -m venv --system-site-packages "$home/venv" ||
+  # One that was left half made has no pip.
+  "$home/venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --system-site-packages "$home/venv" ||
     fail "$python can't make a venv; install its venv module (Debian: python3-venv)"
   try=1
   until TMPDIR="$home/tmp" "$home/venv/bin/python" -m pip install --quiet --disable-pip-version-check \

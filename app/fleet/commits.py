@@ -25,7 +25,7 @@ from app.fleet.trust import CAUGHT
 from app.protocol import copies, trajectory
 from app.protocol.errors import Conflict, Refused
 from app.protocol.job import JobSpec
-from app.protocol.node import CommitAnswer, CommitRequest
+from app.protocol.node import CommitAnswer, CommitRequest, NodeState
 from app.protocol.pruning import kept
 from app.storage.models import ExamItem, GroupPrint, ItemStatus, Job, Node, Trajectory, WorkItem
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 PUBLISH_LAG_S = 2.0
 """So long may the learner's word of a version come after the version itself reached a node."""
 REFUSED_TOLERATED = 20
-"""A node whose files are refused this often in a row is given up by the controller."""
+"""A node whose files are refused, or whose leases run out, this often in a row is given up by the controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class Commits:
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
             again = (await session.scalars(select(Trajectory).where(Trajectory.key == request.key))).first()
-            items = list(await session.scalars(select(WorkItem).where(WorkItem.id.in_(request.work_items))))
+            query = select(WorkItem).where(WorkItem.id.in_(request.work_items), WorkItem.job_id == job.id)
+            items = list(await session.scalars(query))
         if again is not None:
             if again.node_id != node_id or again.blake3 != request.blake3:
                 raise Conflict("another file was committed under this key")
@@ -101,7 +102,12 @@ class Commits:
     async def _commit_exam(self, node_id: str, request: CommitRequest, job: Job, spec: JobSpec) -> CommitAnswer:
         """Answers to held-out prompts: scored and forgotten; the file is not for the learner."""
         async with self.core.db.read() as session:
-            items = list(await session.scalars(select(ExamItem).where(ExamItem.id.in_(request.work_items))))
+            query = select(ExamItem).where(ExamItem.id.in_(request.work_items), ExamItem.job_id == job.id)
+            items = list(await session.scalars(query))
+        if not items and all(name.startswith(f"{job.id}-eval-") for name in request.work_items):
+            # The next exam has overtaken theirs: nobody's fault.
+            await partials.release(self.core, [request.key])
+            return CommitAnswer(accepted=[], late=request.work_items)
         expected = self._expected(node_id, items, request, {i.id: i.samples for i in items})
         table = await self._patiently(job, lambda newest: self._check_file(request, expected, newest, spec))
         async with self.core.db.write() as session:
@@ -138,12 +144,14 @@ class Commits:
         sizes: Mapping[str, int],
         rows: Mapping[str, int] | None = None,
     ) -> dict[str, trajectory.Expected]:
-        """The items that the file must hold. One that is not, or no longer, this node's is refused by name."""
+        """The items that the file must hold. One that is unknown is refused by name, and so is a file of which nothing
+        is this node's any more; of others, what is not is late: a lease may end while the file is on its way."""
         found: dict[str, WorkItem | ExamItem] = {item.id: item for item in items}
+        theirs = any(item.node_id == node_id and item.status == ItemStatus.LEASED for item in items)
         expected: dict[str, trajectory.Expected] = {}
         for wanted in request.work_items:
             item = found.get(wanted)
-            if item is None or item.node_id != node_id or item.status != ItemStatus.LEASED:
+            if item is None or not theirs:
                 raise Refused("foreign_work_item", f"work item {wanted} is not leased to this node")
             expected[wanted] = trajectory.Expected(
                 item.prompt_index, sizes[wanted], None if rows is None else rows[wanted]
@@ -188,7 +196,7 @@ class Commits:
             await prompts.note(session, job, [found.seen[i.id] for i in taken], self.core.clock())
             job.rollouts_accepted += rollouts
             node.rollouts_accepted += rollouts
-            node.files_refused = 0
+            node.files_refused = 0 if taken else node.files_refused
             self.core.metrics.accepted.labels(job.id).inc(rollouts)
         await partials.release(self.core, spare)
         return CommitAnswer(accepted=[i.id for i in taken], late=late)
@@ -227,6 +235,10 @@ class Commits:
         spare: list[str | None] = []
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
+            self.core.metrics.refused.labels(node.job_id, refusal.reason).inc()
+            if node.state in (NodeState.GONE, NodeState.LOST):
+                # A file that was on its way when its node left: nothing is to be given back or held against anybody.
+                return
             node.files_refused += 1
             if refusal.reason in CAUGHT and node.caught is None:
                 node.caught = f"{refusal.reason}: {refusal.detail}"
@@ -246,7 +258,6 @@ class Commits:
                 session, node.job_id, "trajectory_refused", f"{refusal.reason}: {refusal.detail}",
                 node=node_id, key=request.key,
             )  # fmt: skip
-            self.core.metrics.refused.labels(node.job_id, refusal.reason).inc()
         await partials.release(self.core, spare)
         self.core.announce(node.job_id, "work")
         if refusal.reason in CAUGHT:

@@ -47,6 +47,8 @@ class Speeds:
 
     own: float | None
     others: Sequence[float] = ()
+    able: Sequence[float] | None = None
+    """Those of the others that may have work now; None: all. One that is behind with its version does nothing."""
 
     @property
     def fast(self) -> bool:
@@ -190,7 +192,8 @@ def _in_time(tokens: float, speed: float | None, left: float) -> bool:
 def _others_can(head: Candidate, version: int, speeds: Speeds, pace: Pace) -> bool:
     """Whether some other node at work could do the head in time."""
     left = pace.time_left(head.oldest(version))
-    return any(_in_time(head.tokens or 0.0, speed, left) for speed in speeds.others)
+    able = speeds.others if speeds.able is None else speeds.able
+    return any(_in_time(head.tokens or 0.0, speed, left) for speed in able)
 
 
 def _reason(head: Candidate, version: int, speeds: Speeds, pace: Pace, held: float) -> str:

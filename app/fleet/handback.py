@@ -1,12 +1,13 @@
 """What a node that must stop had begun: taken over, so that another node goes on with it.
 
 Invariant: a beginning is taken only from the node that the group is leased to, and only while its oldest token is
-admissible; a group of which it is not taken waits to be sampled from scratch.
+admissible; a group of which it is not taken waits to be sampled from scratch. Who hands over gets no more work.
 """
 
 from __future__ import annotations
 
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import partials, uploads
 from app.fleet.commits import Commits
@@ -16,7 +17,7 @@ from app.protocol import copies
 from app.protocol.errors import Conflict, Refused
 from app.protocol.job import JobSpec
 from app.protocol.node import CommitRequest, PartialAnswer, UploadRequest, UploadSlot
-from app.storage.models import ItemStatus, Job, Node, Trajectory, WorkItem
+from app.storage.models import ItemStatus, Job, Lease, Node, Trajectory, WorkItem
 
 
 class HandBack(Commits):
@@ -84,6 +85,7 @@ class HandBack(Commits):
                 taken.append(item.id)
             await self.exams.hand_back(session, node_id, request.work_items)
             if taken:
+                await self._lets_go(session, node)
                 tokens = sum(found[name].tokens for name in taken)
                 self.core.emit(
                     session, job.id, "groups_handed_back",
@@ -91,3 +93,12 @@ class HandBack(Commits):
                 )  # fmt: skip
         await partials.release(self.core, spare)
         return taken
+
+    async def _lets_go(self, session: AsyncSession, node: Node) -> None:
+        """Who hands over has to stop. Taken at its word it can't go on leasing work to leave beginnings that nobody
+        is held to."""
+        if node.drain:
+            return
+        lease = await session.get_one(Lease, node.lease_id)
+        node.drain, node.state_since = True, self.core.clock()
+        lease.reason = "its node has handed its work over"

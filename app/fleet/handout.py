@@ -20,6 +20,9 @@ from app.protocol.job import BatchSpec
 from app.protocol.node import NodeState
 from app.storage.models import ItemStatus, Job, Node, PromptStats, WorkItem
 
+MOST_IN_VAIN = 2
+"""Leases of which nothing came back, after which a begun group is begun anew: it may be what nodes die of."""
+
 
 @dataclass(frozen=True, slots=True)
 class HandedOut:
@@ -38,6 +41,8 @@ async def take(
     waiting = await _waiting(core, session, job, count)
     if not waiting:
         return HandedOut([], [])
+    spoilt = [i for i in waiting if i.partial_key is not None and i.attempts - len(i.written_by) >= MOST_IN_VAIN]
+    spare = [_throw_away(core, job, item) for item in spoilt]
     stats = await prompts.stats(session, job, [i.prompt_index for i in waiting])
     candidates = [_candidate(job, item, stats) for item in waiting]
     at_work = await _at_work(session, job)
@@ -45,13 +50,13 @@ async def take(
         candidates,
         count=count,
         version=version,
-        speeds=_speeds(job, node, at_work),
+        speeds=_speeds(job, node, at_work, ahead),
         pace=_pace(job, at_work),
         held_tokens=await _held(session, job, node),
         ahead=ahead,
     )
     by_ordinal = {item.ordinal: item for item in waiting}
-    spare = [_throw_away(core, job, by_ordinal[ordinal]) for ordinal in choice.dropped]
+    spare += [_throw_away(core, job, by_ordinal[ordinal]) for ordinal in choice.dropped]
     chosen = [by_ordinal[ordinal] for ordinal in choice.ordinals]
     _make(session, job, waiting, chosen)
     _lease(core, job, node, version, chosen)
@@ -143,7 +148,7 @@ def _lease(core: Core, job: Job, node: Node, version: int, items: Sequence[WorkI
 
 
 def _throw_away(core: Core, job: Job, item: WorkItem) -> str | None:
-    """A beginning that can't be admissible any more: its tokens are of no use."""
+    """A beginning that can't be admissible any more, or that nobody finishes: its tokens are of no use."""
     tokens.waste(core, job, "stale_partial", item.partial_tokens or 0)
     return partials.forget(item, unused=True)
 
@@ -168,12 +173,24 @@ async def _at_work(session: AsyncSession, job: Job) -> list[Node]:
     return list(await session.scalars(query))
 
 
-def _speeds(job: Job, node: Node, at_work: Sequence[Node]) -> dispatch.Speeds:
+def _speeds(job: Job, node: Node, at_work: Sequence[Node], ahead: int) -> dispatch.Speeds:
     def speed(n: Node) -> float | None:
+        if not n.mu_measured:
+            # By its self-test alone, which may come out low, it would get no work that could tell better.
+            return None
         return dispatch.node_speed(tokens_per_s=n.tokens_per_s, rollouts_per_s=n.mu_measured, job_mean=job.length_mean)
 
-    others = [speed(n) for n in at_work if n.id != node.id]
-    return dispatch.Speeds(speed(node), [s for s in others if s is not None])
+    def able(n: Node) -> bool:
+        if n.policy_version is None:
+            return False
+        left = admission.grantable(
+            step=job.step, version=n.policy_version, staleness=job.staleness_budget,
+            prompts=job.spec["batch"]["prompts"], ahead=ahead,
+        )  # fmt: skip
+        return left > 0
+
+    others = [(s, able(n)) for n in at_work if n.id != node.id and (s := speed(n)) is not None]
+    return dispatch.Speeds(speed(node), [s for s, _ in others], [s for s, fit in others if fit])
 
 
 def _pace(job: Job, at_work: Sequence[Node]) -> dispatch.Pace:

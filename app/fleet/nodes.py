@@ -41,6 +41,7 @@ class Nodes(Roster):
 
     async def progress(self, token: str, told: StartProgress) -> None:
         """How far a machine is that has not joined yet. Raises as `join` does; the token stays good."""
+        await self._turn_strangers_away(token)
         async with self.core.db.write() as session:
             lease, _ = await self._by_join_token(session, token)
             starts.take(lease, told, self.core.clock())
@@ -49,6 +50,7 @@ class Nodes(Roster):
         """Turn a one-time join token into a node. Raises Unauthorized, or Gone for a used token, a closed lease, or a
         machine that is less than what was rented."""
         node_token = "nt_" + secrets.token_urlsafe(32)
+        await self._turn_strangers_away(token)
         async with self.core.db.write() as session:
             lease, job = await self._by_join_token(session, token)
             lack = starts.shortfall(lease, request.facts)
@@ -63,6 +65,11 @@ class Nodes(Roster):
         if lack:
             raise Gone(f"this machine is less than what was rented: {lack}")
         return await self._join_answer(job, lease, node, node_token, directives)
+
+    async def _turn_strangers_away(self, token: str) -> None:
+        """Raises as `_by_join_token`, without the lock that all writers share: anybody may call."""
+        async with self.core.db.read() as session:
+            await self._by_join_token(session, token)
 
     async def _by_join_token(self, session: AsyncSession, token: str) -> tuple[Lease, Job]:
         """Who may still join. Raises Unauthorized, Gone."""
@@ -195,7 +202,8 @@ class Nodes(Roster):
                     node=node.id,
                 )
             node.state, node.state_since = state, now
-        node.mu_measured = beat.rollouts_per_s
+        # A self-test beside other starts comes out low: believed, it would rent a machine that is soon given back.
+        node.mu_measured = None if beat.probed else beat.rollouts_per_s
         node.tokens_per_s = beat.tokens_per_s
         node.busy_share = beat.busy_share
         tokens.count(self.core, node, beat)

@@ -1,4 +1,5 @@
-"""Exact versions for machines that install the agent: those that this service itself runs with. Pure, but for `pins`.
+"""Exact versions for machines that install the agent: those that this service itself runs with. `constraints` reads a
+file, `pins` metadata; the rest is pure.
 
 Invariant: only what the agent needs is pinned, at versions that are installed here together; what is not here is left
 to the package's own bounds. Local parts (`2.6.0+cpu`) are dropped: they name another build of the same version.
@@ -6,9 +7,16 @@ to the package's own bounds. Local parts (`2.6.0+cpu`) are dropped: they name an
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
+from pathlib import Path
+
+from app.protocol.errors import Unavailable
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 EXTRA = re.compile(r"extra\s*==\s*['\"]([A-Za-z0-9._-]+)['\"]")
@@ -71,6 +79,26 @@ def installed(name: str) -> tuple[str, Iterable[str]] | None:
 
 def pins(engine: str, requires: Requires = installed) -> str:
     """The text of a constraints file for an agent with this engine."""
-    found = closure("echo2", ["agent"], requires)
+    found = _of_agent(requires)
     left_out = BROUGHT_BY_VLLM if engine == "vllm" else frozenset()
     return "".join(f"{name}=={version}\n" for name, version in found.items() if name not in left_out)
+
+
+def constraints(engine: str, own: Path | None) -> str:
+    """The operator's file, else what this service runs with. Raises Unavailable for a file that can't be read."""
+    if own is None:
+        return pins(engine)
+    try:
+        return own.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        # Anybody may ask, so the path is for the log only.
+        log.error("ECHO2_AGENT_CONSTRAINTS %s can't be read: %s", own, error)
+        raise Unavailable(
+            "the file that ECHO2_AGENT_CONSTRAINTS names in the service's settings can't be read"
+        ) from error
+
+
+@functools.lru_cache(maxsize=4)
+def _of_agent(requires: Requires) -> Mapping[str, str]:
+    """Looked up once: anybody may ask, and what is installed here stays the same."""
+    return closure("echo2", ["agent"], requires)

@@ -102,7 +102,7 @@ async def _withdraw(core: Core, session: AsyncSession, job: Job, node: Node) -> 
         )
     )
     withdrawn: list[str] = []
-    objects: list[str | None] = []
+    objects = await _forget_begun(session, job, node)
     for item in rows:
         mine = item.node_id == node.id
         if not mine and item.status == ItemStatus.ACCEPTED:
@@ -123,6 +123,17 @@ async def _withdraw(core: Core, session: AsyncSession, job: Job, node: Node) -> 
         .values(status=ItemStatus.PENDING, node_id=None, deadline_at=None)
     )
     return withdrawn, objects
+
+
+async def _forget_begun(session: AsyncSession, job: Job, node: Node) -> list[str | None]:
+    """Beginnings that the node wrote any part of. Who is at one may have it already: it stays known who wrote it."""
+    query = select(WorkItem).where(
+        WorkItem.job_id == job.id,
+        WorkItem.status.in_([ItemStatus.PENDING, ItemStatus.LEASED]),
+        WorkItem.partial_key.is_not(None),
+    )
+    begun = [item for item in await session.scalars(query) if node.id in item.written_by]
+    return [partials.forget(item, unused=item.status == ItemStatus.PENDING) for item in begun]
 
 
 async def quarantined(session: AsyncSession, job_id: str) -> list[str]:

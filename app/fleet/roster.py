@@ -146,7 +146,7 @@ class Roster:
                 await self._depart(session, node, NodeState.GONE, lease.reason)
                 self.leases.request_release(session, lease, lease.reason)
             elif node.files_refused >= REFUSED_TOLERATED:
-                why = f"{node.files_refused} of its files in a row were refused"
+                why = f"{node.files_refused} times in a row its files were refused or its leases ran out"
                 await self._depart(session, node, NodeState.LOST, why)
                 await self.leases.cool_down(session, lease, why)
                 self.leases.request_release(session, lease, why)

@@ -60,6 +60,11 @@ def late_node(lease: Lease, node: Node, job: Job, now: float, join_s: float, lis
 def _late(
     at: Standing, now: float, began: float, join_s: float, since: float, model_bytes: int = 0, waits: bool = False
 ) -> str:
+    if at.phase is StartPhase.ACTIVE:
+        # Its own word, which costs it nothing: whoever is asked about here does not work yet.
+        age = now - max(at.since, since)
+        late = age > join_s or now - max(began, since) > phases.PATIENCE * join_s
+        return f"said {age:.0f} s ago that it is active, and does not work" if late else ""
     # While nobody listened nothing could be seen to move.
     seen = Standing(at.phase, at.since, max(at.moved_at, since), at.have, at.total, at.detail)
     return phases.stuck(seen, now, began=max(began, since), join_s=join_s, model_bytes=model_bytes, waits=waits)

@@ -163,6 +163,11 @@ class Work(HandBack):
                 )
             )
         )
+        for holder in {item.node_id for item in items}:
+            # Who leases and never delivers keeps work from everybody.
+            node = await session.get(Node, holder)
+            if node is not None:
+                node.files_refused += 1
         for item in items:
             item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
         if items:

@@ -153,7 +153,10 @@ WasteReason = Literal["interrupted", "engine_died", "stale", "refused", "task_er
 """Why generated tokens were thrown away: cut short and not handed back; lost with the engine; too old to count, or
 answered by somebody else meanwhile; the file was refused, or could not be handed in; no reward; what another node had
 begun could not be used."""
-Count = Annotated[int, Field(ge=0)]
+MOST = 2**53 - 1
+"""Of anything that is counted: no node ever comes to that, and databases, metrics and JSON hold it exactly."""
+MOST_PER_S = 1e12
+Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class Heartbeat(Strict):
@@ -161,24 +164,26 @@ class Heartbeat(Strict):
 
     state: NodeState
     policy_version: int | None
-    rollouts_per_s: float | None = Field(default=None, ge=0)
+    rollouts_per_s: float | None = Field(default=None, ge=0, le=MOST_PER_S)
     """Rollouts per second of generating time: what the node can do, waiting for work not counted."""
-    tokens_per_s: float | None = Field(default=None, ge=0)
+    tokens_per_s: float | None = Field(default=None, ge=0, le=MOST_PER_S)
+    probed: bool = False
+    """Both are those of the self-test, not of work."""
     busy_share: float | None = Field(default=None, ge=0, le=1)
     tokens_generated: Count = 0
     """Completion tokens that this node sampled."""
     tokens_wasted: dict[WasteReason, Count] = Field(default_factory=dict)
     """Those that were of no use, and those begun by other nodes that it could not use."""
-    in_flight: int = Field(default=0, ge=0)
-    bytes_down: int = Field(default=0, ge=0)
+    in_flight: Count = 0
+    bytes_down: Count = 0
     """All bytes received, any source."""
-    bytes_up: int = Field(default=0, ge=0)
-    bytes_from: dict[Literal["learner", "peer", "store"], int] = Field(default_factory=dict)
+    bytes_up: Count = 0
+    bytes_from: dict[Literal["learner", "peer", "store"], Count] = Field(default_factory=dict)
     """Snapshot payload bytes received, by source."""
-    bytes_relayed: int = Field(default=0, ge=0)
+    bytes_relayed: Count = 0
     """Snapshot payload bytes served to peers."""
-    deltas_applied: int = Field(default=0, ge=0)
-    bytes_saved: int = Field(default=0, ge=0)
+    deltas_applied: Count = 0
+    bytes_saved: Count = 0
     """What those versions have more than the deltas that brought them."""
     down_bytes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Payload bytes per second that came from `down_source`; given once for each new measurement. The link carries at
@@ -192,7 +197,7 @@ class Heartbeat(Strict):
     upstream: str = Field(default="", max_length=200)
     """Node id (or `learner`, `store`) that it pulls from now."""
     progress: BroadcastProgress | None = None
-    errors: dict[str, int] = Field(default_factory=dict)
+    errors: dict[str, Count] = Field(default_factory=dict, max_length=100)
     detail: str = Field(default="", max_length=500)
     start: StartProgress | None = None
     """How far its start has come, or a reload of its engine."""

@@ -100,9 +100,13 @@ class Sampled:
     tokens: int
 
     @property
-    def rollouts(self) -> int:
-        """Number of completions."""
-        return sum(len(group.completions) for group in self.groups)
+    def rollouts(self) -> float:
+        """Completions that came to their end, each by the share of it that was sampled here."""
+        found = 0.0
+        for group in self.groups:
+            begun = self.batch.begun.get(group.item.id) or [None] * len(group.completions)
+            found += sum(own_share(b, c) for b, c in zip(begun, group.completions, strict=True) if c is not None)
+        return found
 
     @property
     def whole(self) -> list[Group]:
@@ -113,6 +117,14 @@ class Sampled:
     def cut(self) -> list[Group]:
         """Groups that are not."""
         return [group for group in self.groups if not group.whole]
+
+
+def own_share(begun: Completion | None, sample: Completion) -> float:
+    """How much of a rollout was sampled here of a sample that was `begun` elsewhere; 0 of one that is not finished: how
+    much that is nobody knows."""
+    if sample.finish_reason == CUT or not sample.token_ids:
+        return 0.0
+    return 1.0 if begun is None else 1.0 - min(1.0, len(begun.token_ids) / len(sample.token_ids))
 
 
 @dataclass(frozen=True, slots=True)

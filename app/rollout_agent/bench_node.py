@@ -26,7 +26,7 @@ from app.rollout_agent.room import Unfit
 from app.rollout_agent.working import make_host
 
 LINK_S = 10.0
-"""A link is measured for at most so long."""
+"""A downlink is measured for at most so long; an uplink for as long as UPLOAD_BYTES take."""
 UPLOAD_BYTES = 64 * 1024 * 1024
 BLOCK = bytes(256 * 1024)
 LINK_TIMEOUT = httpx.Timeout(30.0, connect=10.0)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from app.protocol.errors import BadInput, EchoError, Gone, Refused, Unauthorized, Unavailable
+from app.protocol.errors import BadInput, Conflict, EchoError, Gone, Refused, Unauthorized, Unavailable
 from app.protocol.node import CommitAnswer, Report, UploadSlot, WasteReason
 from app.protocol.pruning import Prune
 from app.rollout_agent.batch import Group, Sampled, TextSide, TrajectoryFile, score, to_file
@@ -124,7 +124,8 @@ class Delivery:
                 answer = await self._put_and_commit(file, slot)
             except (Gone, Unauthorized):
                 raise
-            except Unavailable as error:
+            except (Unavailable, Conflict) as error:
+                # Conflict: an earlier try of the same file is still being looked at.
                 if self._clock() > last_deadline + HOPELESS_AFTER_S:
                     self._ledger.settled(items)
                     self._ledger.errors["work_lost"] += len(items)

@@ -28,8 +28,8 @@ class _Sums:
         self.rollouts, self.tokens = self.rollouts * decay, self.tokens * decay
         self.seconds = self.seconds * decay + seconds
 
-    def add(self, tokens: int) -> None:
-        self.rollouts += 1
+    def add(self, tokens: int, share: float) -> None:
+        self.rollouts += share
         self.tokens += tokens
 
 
@@ -54,12 +54,12 @@ class FlowMeter:
             self._last_result = now
         self._in_flight, self._share = in_flight, min(1.0, in_flight / max(1, target))
 
-    def finished(self, now: float, tokens: int) -> None:
-        """A sample has come to its end, with so many tokens of this node."""
+    def finished(self, now: float, tokens: int, share: float = 1.0) -> None:
+        """A sample has come to its end, with so many tokens of this node, which are such a share of a rollout."""
         self._pass(now)
-        self._any.add(tokens)
+        self._any.add(tokens, share)
         if self._share >= FILLED:
-            self._filled.add(tokens)
+            self._filled.add(tokens, share)
         if self._last_result is not None:
             interval = now - self._last_result
             self._interval_s = interval if self._interval_s is None else 0.9 * self._interval_s + 0.1 * interval

@@ -37,7 +37,8 @@ def describe(
 
     `probe`: the speed that the self-test found, told until there is work to measure.
     """
-    rates = (meter.rates if meter is not None else None) or probe
+    worked = meter.rates if meter is not None else None
+    rates = worked or probe
     by_kind = puller.bytes_from if puller is not None else {}
     relayed = relay.bytes_served if relay is not None else 0
     current = puller.current if puller is not None else None
@@ -46,6 +47,7 @@ def describe(
         policy_version=policy_version,
         rollouts_per_s=rates.rollouts_per_s if rates is not None else None,
         tokens_per_s=rates.tokens_per_s if rates is not None else None,
+        probed=worked is None and probe is not None,
         busy_share=meter.busy_share(now) if meter is not None else None,
         tokens_generated=ledger.tokens_generated,
         tokens_wasted=dict(ledger.tokens_wasted),

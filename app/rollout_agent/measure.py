@@ -43,8 +43,10 @@ class Meter:
         self._since = now if self._since is None else self._since
         self._running_since = now
 
-    def end(self, began: float, now: float, *, rollouts: int = 0, tokens: int = 0) -> None:
-        """It was generated from `began` to `now`; a failed one counts as busy time, but not into the rates."""
+    def end(self, began: float, now: float, *, rollouts: float = 0, tokens: int = 0) -> None:
+        """It was generated from `began` to `now`; a failed one counts as busy time, but not into the rates.
+
+        What another node had begun is a part of a rollout, as far as it was generated here."""
         self._running_since = None
         self._spans.append((began, now))
         while self._spans and self._spans[0][1] < now - BUSY_WINDOW_S:

@@ -260,6 +260,7 @@ class Node:
             version=lambda: self._version,
             directives=lambda: self.directives,
             clock=self._clock,
+            vocabulary=lambda: selftest.vocabulary(self._folder / "model", self._engine.tokenizer),
         )
 
     async def _pull(self, store: SnapshotStore, puller: Puller) -> None:

@@ -1,7 +1,7 @@
 """Scored groups on their way out.
 
 Invariant: a group waits only for the file before it; groups that are ready at the same moment share one. A group whose
-lease is over, or of another kind, goes alone, since a file is refused as a whole.
+lease is over goes only with others whose lease is, and kinds don't mix, since a file may be refused as a whole.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._ready)
+
+    def __contains__(self, item: str) -> bool:
+        return any(scored.group.item.id == item for scored in self._ready)
 
     def put(self, scored: Sequence[Scored]) -> None:
         """These are ready."""
@@ -52,9 +55,9 @@ class Outbox:
 
 def shareable(ready: Sequence[Scored], most: int | None, now: float) -> list[Scored]:
     """The first group that waits, and those that may go into one file with it, at most `most` in all."""
-    first = ready[0].group
-    if first.deadline <= now:
-        return [ready[0]]
-    alike = (first.item.split, first.quantisation)
-    others = [s for s in ready[1:] if s.group.deadline > now and (s.group.item.split, s.group.quantisation) == alike]
-    return [ready[0], *others][: most or None]
+
+    def kind(scored: Scored) -> tuple[bool, str, str | None]:
+        group = scored.group
+        return group.deadline > now, group.item.split, group.quantisation
+
+    return [s for s in ready if kind(s) == kind(ready[0])][: most or None]

@@ -32,7 +32,8 @@ REASONS: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "le
 
 
 class Partials:
-    """Takes up and hands over. `quantisation`: of the weights in force; `oldest_admissible`: see Directives."""
+    """Takes up and hands over. `quantisation`: of the weights in force; `oldest_admissible`: see Directives;
+    `vocabulary`: tokens that the model knows, None: any."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Partials:
         max_upload_bytes: int,
         quantisation: Callable[[], str | None],
         oldest_admissible: Callable[[], int | None],
+        vocabulary: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._client = client
         self._ledger = ledger
@@ -50,6 +52,7 @@ class Partials:
         self._max_bytes = max_upload_bytes
         self._quantisation = quantisation
         self._oldest_admissible = oldest_admissible
+        self._vocabulary = vocabulary
 
     async def begun(self, items: Sequence[WorkItem], prompt_ids: Sequence[Sequence[int]]) -> dict[str, Begun]:
         """By item id, what other nodes have sampled of these items. Raises Gone, Unauthorized."""
@@ -132,7 +135,7 @@ class Partials:
         return data
 
     def _read(self, data: bytes, item: WorkItem) -> list[Rollout]:
-        return partial.group_of(
+        rows = partial.group_of(
             data,
             item.id,
             trajectory.Expected(item.prompt_index, item.group_size),
@@ -140,6 +143,11 @@ class Partials:
             max_tokens=self._max_tokens,
             quantised=self._quantisation(),
         )
+        known = self._vocabulary()
+        if known is not None and max(max(row.completion_ids) for row in rows) >= known:
+            # An engine that is fed such a token may die of it.
+            raise Refused("lengths", f"it has a token outside the model's vocabulary of {known}")
+        return rows
 
     def _refused(self, item: WorkItem, detail: str, tokens: int) -> None:
         self._ledger.errors["partial_refused"] += 1

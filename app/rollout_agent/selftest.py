@@ -117,10 +117,14 @@ async def examine(sample: Sampler, shape: Shape, *, max_tokens: int, clock: Call
 
 def shape_for(model: Path, tokenizer: Any, max_tokens: int) -> Shape:
     """What to generate with a model: a short text, or without a tokenizer that takes it, the first tokens."""
-    config = json.loads((model / "config.json").read_text())
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or len(tokenizer)
     prompt = [int(token) for token in tokenizer(TEXT)["input_ids"]] or [0]
-    return Shape(prompt, SAMPLES[0], min(TOKENS, max_tokens), int(size))
+    return Shape(prompt, SAMPLES[0], min(TOKENS, max_tokens), vocabulary(model, tokenizer))
+
+
+def vocabulary(model: Path, tokenizer: Any) -> int:
+    """How many tokens a model knows."""
+    config = json.loads((model / "config.json").read_text())
+    return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or len(tokenizer))
 
 
 def sampler(engine: Engine | StreamEngine, pool: Executor, sampling: SamplingSpec) -> Sampler:

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from app.protocol.errors import EchoError, Gone, Unauthorized
 from app.protocol.job import SamplingSpec
 from app.protocol.node import Report, WasteReason
-from app.rollout_agent.batch import Batch, TextSide, sampling_of
+from app.rollout_agent.batch import Batch, TextSide, own_share, sampling_of
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.concurrency import MAX_SAMPLES, Bounds, first_target, next_target
 from app.rollout_agent.delivery import HOPELESS_AFTER_S, Delivery, report_softly
@@ -164,6 +164,11 @@ class StreamWorker:
             self._ledger.give_up(batch.deadlines)
             return
         for item in batch.items:
+            # A lease that was over may come back to where the group is still being worked on.
+            if (working := self._open.get(item.id)) is not None:
+                working.deadline = batch.deadlines[item.id]
+            if working is not None or item.id in self._outbox:
+                continue
             opened = Open(item, batch.deadlines[item.id], self._clock(), self._engine.version)
             self._open[item.id] = opened
             opened.task = self._tasks.create_task(self._work_on(opened))
@@ -217,7 +222,7 @@ class StreamWorker:
     async def _one(self, ask: Ask) -> None:
         sample = await self._sampler.one_sample(ask)
         before = 0 if ask.begun is None else len(ask.begun.token_ids)
-        self.meter.finished(self._clock(), len(sample.token_ids) - before)
+        self.meter.finished(self._clock(), len(sample.token_ids) - before, own_share(ask.begun, sample))
         self._freed.set()
 
     async def _failed(self, opened: Open, error: EchoError | RuntimeError) -> None:

@@ -47,6 +47,8 @@ class Parts:
     version: Callable[[], int | None]
     directives: Callable[[], Directives]
     clock: Callable[[], float] = time.monotonic
+    vocabulary: Callable[[], int | None] = lambda: None
+    """How many tokens the model knows."""
 
 
 def make_host(engine: Engine | StreamEngine, model: Path, pool: Executor) -> BatchHost | StreamHost:
@@ -71,6 +73,7 @@ def make_worker(
         max_upload_bytes=joined.max_upload_bytes,
         quantisation=lambda: engine.quantisation,
         oldest_admissible=lambda: parts.directives().oldest_admissible,
+        vocabulary=parts.vocabulary,
     )
     if not isinstance(host, StreamHost):
         return Worker(

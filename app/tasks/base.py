@@ -95,3 +95,12 @@ def is_deterministic(task: Task) -> bool:
 def is_heldout(question: str) -> bool:
     """Whether a question is kept from training. Upper and lower case count as the same question."""
     return zlib.crc32(question.lower().encode()) % HELDOUT_SHARE == 0
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: JSON may hold half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import sys
 import time
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
-_NO_NEW_PRIVS, _PDEATHSIG = 38, 1
+_NO_NEW_PRIVS, _PDEATHSIG, _DUMPABLE = 38, 1, 4
+_CAPABILITY_VERSION_3 = 0x20080522
 _MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
 _WAYS = (
     (_NEWUSER | _NEWNET | _NEWPID | _NEWIPC | _NEWNS, ["network", "processes"]),
-    (_NEWNET | _NEWPID | _NEWIPC, ["network", "processes"]),
+    (_NEWNET | _NEWPID | _NEWIPC | _NEWNS, ["network", "processes"]),
     (_NEWUSER | _NEWNET, ["network"]),
     (_NEWNET, ["network"]),
 )
 MAX_FILE_BYTES = 1 << 30
 MAX_OPEN_FILES = 256
+MAX_TASKS = 1024
+"""Processes and threads, where the kernel counts them by namespace (Linux 5.14) and the user isn't root."""
 WATCH_S = 0.5
 
 
@@ -34,30 +38,46 @@ def confine(memory_bytes: int, *, network: bool = False) -> list[str]:
     keep the network.
 
     Returns, in the new process only, what it is cut off from: some of `network`, `processes`, `proc`. The old one
-    stays as its keeper: it ends when the new one ends, and kills it when its own parent is gone.
+    stays as its keeper: it ends when the new one ends, and kills it when its own parent is gone. In a namespace of
+    processes one more stands between: the first one there, with which all others end, runs none of the task's code
+    and so can't be talked out of dying with the keeper.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    cut = _unshare(libc, keep=_NEWNET if network else 0)
+    cut, own_user = _unshare(libc, keep=_NEWNET if network else 0)
     parent = os.getppid()
     child = os.fork()
     if child:
         os._exit(_keep(child, parent))
+    _die_with_parent(libc)
+    if "processes" in cut:
+        if _private_proc(libc):
+            cut.append("proc")
+        child = os.fork()
+        if child:
+            os._exit(_lead(libc, child))
+        _die_with_parent(libc)
     if sys.platform == "linux":
-        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _drop_capabilities(libc)
     _end_at_cpu_limit(libc)
-    if "processes" in cut and _private_proc(libc):
-        cut.append("proc")
-    for kind, bound in (
+    _limit(memory_bytes, count_tasks=own_user)
+    return cut
+
+
+def _limit(memory_bytes: int, *, count_tasks: bool) -> None:
+    bounds = [
         (resource.RLIMIT_DATA, memory_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-    ):
+    ]
+    # An older kernel would count everything that this user runs on the machine.
+    if count_tasks and tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) >= (5, 14):
+        bounds.append((resource.RLIMIT_NPROC, MAX_TASKS))
+    for kind, bound in bounds:
         hard = resource.getrlimit(kind)[1]
         least = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
         resource.setrlimit(kind, (least, least))
-    return cut
 
 
 def allow_cpu(seconds: float) -> None:
@@ -68,18 +88,34 @@ def allow_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _unshare(libc: ctypes.CDLL, keep: int) -> list[str]:
+def _unshare(libc: ctypes.CDLL, keep: int) -> tuple[list[str], bool]:
+    """What was cut, and whether a namespace of users was made."""
     if sys.platform != "linux":
-        return []
+        return [], False
     for flags, cut in _WAYS:
         if libc.unshare(flags & ~keep) == 0:
-            return [word for word in cut if word != "network" or not keep]
-    return []
+            return [word for word in cut if word != "network" or not keep], bool(flags & _NEWUSER)
+    return [], False
+
+
+def _die_with_parent(libc: ctypes.CDLL) -> None:
+    if sys.platform == "linux":
+        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Who made a user namespace may do anything in it: also take the private /proc away and look at what is beneath.
+
+    Raises OSError."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    none = (ctypes.c_uint32 * 6)()
+    if libc.capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), "the capabilities of a task's process can't be dropped")
 
 
 def _end_at_cpu_limit(libc: ctypes.CDLL) -> None:
-    """Exit, with the signal's number, where the processor time is used up: the first process of a namespace ignores
-    signals that it has no handler for, and one in Python would wait for a loop in C to end."""
+    """Exit, with the signal's number, where the processor time is used up: a handler in Python would wait for a loop
+    in C to end."""
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     libc.signal(signal.SIGXCPU, ctypes.cast(libc._exit, ctypes.c_void_p))
 
@@ -91,6 +127,23 @@ def _private_proc(libc: ctypes.CDLL) -> bool:
     return bool(libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0)
 
 
+def _lead(libc: ctypes.CDLL, child: int) -> int:
+    """As the first process of a namespace, wait for `child`, and for orphans. Returns an exit status as `_keep`."""
+    os.close(0)
+    os.close(1)
+    if sys.platform == "linux":
+        # Nobody of the same user may attach to it.
+        libc.prctl(_DUMPABLE, 0, 0, 0, 0)
+    while True:
+        found, status = os.waitpid(-1, 0)
+        if found == child:
+            return _exit_status(status)
+
+
+def _exit_status(status: int) -> int:
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
 def _keep(child: int, parent: int) -> int:
     """Wait for `child`; kill it when `parent` is gone. Returns an exit status: 128 + the signal that ended it."""
     os.close(0)
@@ -98,7 +151,7 @@ def _keep(child: int, parent: int) -> int:
     while True:
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
-            return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            return _exit_status(status)
         if os.getppid() != parent:
             os.kill(child, signal.SIGKILL)
         time.sleep(WATCH_S)

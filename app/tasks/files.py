@@ -6,6 +6,7 @@ the service's own folder or object store, never from a node, and no path leads o
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -26,8 +27,21 @@ STORE = "store:"
 STORE_PREFIX = "tasks/"
 
 
+class Sized(Protocol):
+    """What an object store knows of an object."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        ...
+
+
 class FileStore(Protocol):
     """What is needed of an object store (`app.storage.objects`)."""
+
+    def head(self, key: str) -> Sized | None:
+        """Size, or None if there is no such object."""
+        ...
 
     def put_file(self, key: str, path: Path) -> None:
         """Store a file."""
@@ -69,19 +83,34 @@ class TaskIntake:
         if source.startswith(STORE):
             self._from_store(role, source.removeprefix(STORE), path)
         else:
-            shutil.copyfile(self._found(role, source), path)
-        size, bound = path.stat().st_size, MAX_SOURCE_BYTES if role == "source" else MAX_ROWS_BYTES
-        if not 0 < size <= bound:
-            raise _wrong(role, f"{source} has {size} bytes; 1 to {bound} are taken")
-        return TaskFile(role=role, size=size, blake3=digest(path))
+            self._from_folder(role, source, path)
+        # Once more: it may have grown meanwhile.
+        _check_size(role, source, path.stat().st_size)
+        return TaskFile(role=role, size=path.stat().st_size, blake3=digest(path))
 
     def _from_store(self, role: Role, key: str, path: Path) -> None:
         if not key.startswith(STORE_PREFIX):
             raise _wrong(role, f"the key {key[:200]!r} must begin with {STORE_PREFIX}")
+        info = self._objects.head(key)
+        if info is None:
+            raise _wrong(role, f"the object store has no {key[:200]!r}")
+        _check_size(role, key, info.size)
         try:
             path.write_bytes(self._objects.get(key))
         except NotFound as error:
             raise _wrong(role, f"the object store has no {key[:200]!r}") from error
+
+    def _from_folder(self, role: Role, source: str, path: Path) -> None:
+        try:
+            found = self._found(role, source)
+            opened = found.open("rb")
+        except (OSError, RuntimeError, UnicodeEncodeError) as error:
+            # A name too long, a link to itself, a file that the service may not read.
+            what = error.strerror if isinstance(error, OSError) and error.strerror else "no path of a file"
+            raise _wrong(role, f"{source[:200]!r} in ECHO2_TASK_DIR can't be read: {what}") from error
+        with opened, path.open("wb") as copy:
+            _check_size(role, source, os.fstat(opened.fileno()).st_size)
+            shutil.copyfileobj(opened, copy)
 
     def _found(self, role: Role, source: str) -> Path:
         if self._task_dir is None:
@@ -132,6 +161,12 @@ def fetch_files(get: Callable[[str], bytes], job_id: str, spec: TaskSpec, folder
         part.write_bytes(data)
         part.replace(path)
     return folder
+
+
+def _check_size(role: Role, source: str, size: int) -> None:
+    bound = MAX_SOURCE_BYTES if role == "source" else MAX_ROWS_BYTES
+    if not 0 < size <= bound:
+        raise _wrong(role, f"{source[:200]} has {size} bytes; 1 to {bound} are taken")
 
 
 def digest(path: Path) -> str:

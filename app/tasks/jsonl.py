@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 from pydantic import JsonValue
 
 from app.protocol.errors import BadInput, FieldError
-from app.tasks.base import Prompt, Split, is_heldout
+from app.tasks.base import Prompt, Split, is_heldout, is_unicode
 from app.tasks.names import wrong_params
 from app.tasks.scorers import Scorer, scorer_of
 
@@ -35,7 +35,10 @@ class _Fields:
 
     def row(self, raw: bytes) -> tuple[str, str]:
         """Prompt and answer of a line. Raises ValueError with what is wrong with it."""
-        value: Any = json.loads(raw)
+        try:
+            value: Any = json.loads(raw)
+        except RecursionError as error:
+            raise ValueError("is nested too deeply") from error
         if not isinstance(value, dict):
             raise ValueError("is no JSON object")
         prompt, answer = value.get(self.prompt), value.get(self.answer)
@@ -43,6 +46,8 @@ class _Fields:
             raise ValueError(f"has no text in the field {self.prompt!r}")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
             raise ValueError(f"has no text or number in the field {self.answer!r}")
+        if not is_unicode(prompt) or not is_unicode(str(answer)):
+            raise ValueError("holds half a surrogate pair, which is no character")
         return self.template.replace("{prompt}", prompt), str(answer)
 
 
@@ -59,6 +64,9 @@ class JsonlTask:
         if given:
             self._rows = {"train": train, "heldout": _Lines.read(folder / "heldout.jsonl", fields, "heldout")}
             _check_apart(train, self._rows["heldout"])
+            # What only told prompts apart takes most of the memory.
+            for rows in self._rows.values():
+                rows.digests.clear()
         else:
             self._rows = {"train": train.only(heldout=False), "heldout": train.only(heldout=True)}
 
@@ -110,7 +118,7 @@ class _Lines:
     file: BinaryIO
     starts: array[int]
     numbers: array[int]
-    digests: Mapping[bytes, int]
+    digests: dict[bytes, int]
     heldout: bytes
     """One byte a row: whether crc32 holds it out."""
 
@@ -123,7 +131,7 @@ class _Lines:
             raise wrong_params(f"/{param}", f"the file can't be read: {error.strerror}") from error
         starts, numbers, digests, heldout = array("q"), array("q"), dict[bytes, int](), bytearray()
         wrong: list[FieldError] = []
-        for number, start, raw in _lines(file):
+        for number, start, raw in _lines(file, param):
             try:
                 prompt, _ = fields.row(raw)
             except ValueError as error:
@@ -147,15 +155,15 @@ class _Lines:
         """The rows of one side of the split."""
         kept = [i for i, held in enumerate(self.heldout) if bool(held) == heldout]
         starts, numbers = (array("q", (column[i] for i in kept)) for column in (self.starts, self.numbers))
-        return _Lines(self.file, starts, numbers, self.digests, b"")
+        return _Lines(self.file, starts, numbers, {}, b"")
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+def _lines(file: BinaryIO, param: str) -> Iterator[tuple[int, int, bytes]]:
     """Number, place and bytes of every line that is not empty."""
     start = 0
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         if len(raw) > MAX_LINE_BYTES:
-            raise wrong_params("/train", f"line {number} is longer than {MAX_LINE_BYTES} bytes")
+            raise wrong_params(f"/{param}", f"line {number} is longer than {MAX_LINE_BYTES} bytes")
         if raw.strip():
             yield number, start, raw
         start += len(raw)

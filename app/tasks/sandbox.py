@@ -20,13 +20,15 @@ from typing import Any
 
 from app.protocol.errors import BadInput, TaskFailed
 from app.protocol.job import TaskSpec
-from app.tasks.base import Prompt, Reply, Split
+from app.tasks.base import Prompt, Reply, Split, is_unicode
 from app.tasks.worker_process import END_S, WorkerProcess, number_of
 
 log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 4
 """Of a task that says nothing about it."""
+CUT_OFF = ("network", "processes", "proc")
+MAX_SIZE = 1 << 40
 QUEUE_SHARE = 4.0
 """A call waits for a free process as long as this many calls may take."""
 
@@ -49,7 +51,7 @@ class SandboxTask:
         self._pool = pool
         self.name = str(about.get("name"))[:200]
         self.deterministic = about.get("deterministic") is not False
-        self.cut_off: Sequence[str] = [str(word) for word in about.get("cut_off", [])]
+        self.cut_off: Sequence[str] = [word for word in CUT_OFF if word in _listed(about.get("cut_off"))]
         """What the kernel lets its processes not reach: some of `network`, `processes`, `proc`."""
         self._sizes: dict[Split, int] = {}
         weakref.finalize(self, pool.close)
@@ -96,6 +98,8 @@ class SandboxTask:
     def _size(self, split: Split) -> int:
         if split not in self._sizes:
             size = number_of(self._pool.ask({"op": "size", "split": split}, slow=True), "size")
+            if not 0 <= size <= MAX_SIZE:
+                raise TaskFailed(f"its number of {split} prompts is {size}; it must be from 0 to {MAX_SIZE}")
             self._sizes[split] = int(size)
         return self._sizes[split]
 
@@ -120,7 +124,7 @@ class _Pool:
         self._limits = spec.limits
         where = None if folder is None else str(folder.absolute())
         self._load = {"op": "load", "spec": spec.model_dump(mode="json"), "seed": seed, "folder": where}
-        self._scratch = tempfile.TemporaryDirectory(prefix="echo2-task-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="echo2-task-", ignore_cleanup_errors=True)
         self._free: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         for _ in range(spec.limits.processes or min(MOST_PROCESSES, os.cpu_count() or 1)):
             self._free.put(None)
@@ -205,4 +209,10 @@ def _text(answer: Mapping[str, Any]) -> str:
     text = answer.get("text")
     if not isinstance(text, str):
         raise TaskFailed("its text is not a text")
+    if not is_unicode(text):
+        raise TaskFailed("its text holds half a surrogate pair, which is no character")
     return text
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -22,6 +22,9 @@ from typing import Any
 from app.protocol.errors import BadInput, FieldError, TaskFailed
 
 MAX_ANSWER_BYTES = 16 << 20
+MAX_WORDS = 2000
+"""Characters of what a task says about an error."""
+MAX_FIELDS = 20
 ENVIRONMENT_KEPT = ("LANG", "LC_ALL", "TZ")
 END_S = 5.0
 _TOP = str(Path(__file__).parents[2])
@@ -38,7 +41,7 @@ class WorkerProcess:
     def __init__(self, folder: Path, memory_bytes: int, *, network: bool) -> None:
         environment = {name: os.environ[name] for name in ENVIRONMENT_KEPT if name in os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM.format(top=_TOP, memory=memory_bytes, network=network)],
+            [sys.executable, "-P", "-s", "-c", _PROGRAM.format(top=_TOP, memory=memory_bytes, network=network)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -74,10 +77,9 @@ class WorkerProcess:
             self.kill()
             raise
         if "bad_input" in answer:
-            wrong = [FieldError(str(pointer), str(detail)) for pointer, detail in answer.get("errors", [])]
-            raise BadInput(str(answer["bad_input"]), errors=wrong)
+            raise BadInput(str(answer["bad_input"])[:MAX_WORDS], errors=_wrong_fields(answer.get("errors")))
         if "failed" in answer:
-            raise TaskFailed(str(answer["failed"]))
+            raise TaskFailed(str(answer["failed"])[:MAX_WORDS])
         return answer
 
     def stop(self) -> None:
@@ -85,7 +87,9 @@ class WorkerProcess:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(END_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # It ends as soon as the kernel lets it go, and nobody waits longer for that.
+                self._process.wait(END_S)
 
     def kill(self) -> None:
         """`stop`, and close its pipes; only while nobody asks it. A second call changes nothing."""
@@ -97,7 +101,7 @@ class WorkerProcess:
         raw = self._exchange(line, deadline, timeout_s)
         try:
             answer = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.get("id") != self._asked:
             raise TaskFailed("its process answered something that is no answer")
@@ -151,6 +155,24 @@ class WorkerProcess:
 def number_of(answer: Mapping[str, Any], field: str) -> float:
     """A finite number of an answer. Raises TaskFailed."""
     value = answer.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise TaskFailed(f"its {field} is not a finite number: {str(value)[:100]}")
     return value
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        # A whole number beyond what a float can hold.
+        return False
+
+
+def _wrong_fields(given: Any) -> list[FieldError]:
+    """What the answer says about single fields, as far as it has the form of that."""
+    pairs = given[:MAX_FIELDS] if isinstance(given, list) else []
+    return [
+        FieldError(str(pair[0])[:MAX_WORDS], str(pair[1])[:MAX_WORDS])
+        for pair in pairs
+        if isinstance(pair, list) and len(pair) == 2
+    ]

@@ -267,6 +267,50 @@ def test_bootstrap_that_can_t_install_says_so_to_both_sides(tmp_path: Path) -> N
         assert "older than Python 3.11" in old.stderr
 
 
+def test_bootstrap_repairs_a_venv_that_was_left_half_made(tmp_path: Path) -> None:
+    """As on Debian without python3-venv: a first run leaves a Python without pip, and then somebody installs it."""
+    half = tmp_path / "echo2" / "venv" / "bin" / "python"
+    half.parent.mkdir(parents=True)
+    half.write_text("#!/bin/sh\nexit 1\n")
+    half.chmod(0o755)
+    whole = tmp_path / "python"
+    whole.write_text(
+        '#!/bin/sh\nif [ "$2" = venv ]; then cp "$0" "$4/bin/python"; fi\n'
+        'if [ "$2" = pip ]; then printf "#!/bin/sh\\necho agent\\n" > "$(dirname "$0")/echo2"; '
+        'chmod +x "$(dirname "$0")/echo2"; fi\n'
+    )
+    whole.chmod(0o755)
+    env = {
+        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHON": str(whole), "ECHO2_JOIN_TOKEN": "jt_x",
+        "ECHO2_CONTROL_URL": "http://127.0.0.1:1", "ECHO2_RETRY_S": "0",
+    }  # fmt: skip
+    ran = subprocess.run(["sh", str(BOOTSTRAP)], env=env, capture_output=True, text=True, timeout=20)
+    assert ran.stdout == "agent\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "asked"),
+    [
+        ("echo2[agent]", "echo2[agent,vllm]"),
+        ("echo2[agent,math] @ https://x/echo2.whl", "echo2[agent,math,vllm] @ https://x/echo2.whl"),
+        ("echo2[agent,vllm]", "echo2[agent,vllm]"),
+        ("echo2[vllm,agent]", "echo2[vllm,agent]"),
+        ("https://x/echo2-0.1-py3-none-any.whl", "https://x/echo2-0.1-py3-none-any.whl"),
+    ],
+)
+def test_vllm_is_asked_for_beside_other_extras(tmp_path: Path, package: str, asked: str) -> None:
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\n[ "$2" != pip ] || exit 1\n')
+    fake.chmod(0o755)
+    env = {
+        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHON": str(fake), "ECHO2_JOIN_TOKEN": "jt_x",
+        "ECHO2_CONTROL_URL": "http://127.0.0.1:1", "ECHO2_ENGINE": "vllm", "ECHO2_RETRY_S": "0",
+        "ECHO2_AGENT_PACKAGE": package,
+    }  # fmt: skip
+    ran = subprocess.run(["sh", str(BOOTSTRAP)], env=env, capture_output=True, text=True, timeout=20)
+    assert f"pip can't install {asked}\n" in ran.stderr
+
+
 @pytest.mark.parametrize(("memory", "asked"), [("24564", "[agent,vllm]"), ("8192", "[agent]"), ("", "[agent]")])
 def test_auto_asks_for_vllm_where_the_smallest_gpu_is_large_enough(tmp_path: Path, memory: str, asked: str) -> None:
     calls, tools = tmp_path / "calls", tmp_path / "tools"

@@ -25,7 +25,7 @@ from app.learner.audit.look import Scorer, audit_of, look
 from app.learner.buffer import Group, ReplayBuffer
 from app.learner.outbox import Directives
 from app.protocol.audits import Audit, AuditAnswer, AuditReport
-from app.protocol.errors import EchoError
+from app.protocol.errors import EchoError, LearnerError
 from app.protocol.job import JobSpec
 from app.protocol.learner import TrajectoryRef
 
@@ -170,6 +170,11 @@ class Auditor:
             except EchoError as error:
                 if not self._stopped:
                     self._directives.fail(error)
+                return
+            except (RuntimeError, ValueError, OSError) as error:
+                # PyTorch's way to say that the memory does not suffice, mostly. What waits for its audit would wait
+                # for ever, and the learner with it.
+                self._directives.fail(LearnerError(f"an audit failed: {error!r}"[:500]))
                 return
             finally:
                 with self._changed:

@@ -77,6 +77,9 @@ class Custody:
             interruptible=case.interruptible,
             draw=self._draw(),
         )
+        if case.foreign and not self._trust.off:
+            # Whoever began it is not held to it, and may hand over what they like: what comes of it is looked at.
+            found = "first"
         if found == "first":
             standing.under_way[version] = standing.under_way.get(version, 0) + 1
         elif found == "wait":

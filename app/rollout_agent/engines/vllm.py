@@ -40,6 +40,9 @@ from app.snapshots.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 60.0
+"""Between two looks at the length of the server's log."""
+
 
 class VllmEngine:
     """A `StreamEngine` over a vLLM server of its own."""
@@ -105,9 +108,9 @@ class VllmEngine:
         log.info("vLLM %s runs as process %d", version.version, life.process.pid)
 
     async def _watch_over(self, life: Life) -> None:
-        """Notice the end of a server that nobody ended."""
-        while not await life.process.ended(60.0):
-            continue
+        """Notice the end of a server that nobody ended, and keep its log short meanwhile."""
+        while not await life.process.ended(LOOK_S):
+            await asyncio.to_thread(life.process.trim_log)
         if not life.over:
             self._lost(life)
 

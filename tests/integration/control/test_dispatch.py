@@ -219,3 +219,28 @@ async def test_a_node_is_told_which_versions_are_of_no_use_any_more(control: Wor
         await learner.train([])
     await node.beat()
     assert node.directives["oldest_admissible"] == oldest
+
+
+async def test_a_self_test_that_came_out_low_keeps_nobody_from_work(control: World) -> None:
+    job_id = await control.create()
+    _, (one, two) = await control.running(job_id, nodes=2)
+    await _know(control, job_id, {}, mean=100.0)
+    await one.beat(MU, tokens_per_s=1e6)
+    assert len((await one.work(1))[0]) == 1
+    for probed, count in ((False, 0), (True, 1)):
+        await two.beat(MU, tokens_per_s=1e-3, probed=probed)
+        assert len((await two.work(1))[0]) == count
+
+
+async def test_a_fast_node_that_is_behind_with_its_version_is_not_waited_for(control: World) -> None:
+    job_id = await control.create(staleness_budget=1, stop={"steps": 50})
+    learner, (fast, slow) = await control.running(job_id, nodes=2)
+    await fast.beat(MU, tokens_per_s=1e6)
+    assert len((await fast.work(1))[0]) == 1
+    for step in (1, 2):
+        await learner.train([])
+        await learner.publish(step)
+    slow.version = 2
+    await _know(control, job_id, {}, mean=100.0)
+    await slow.beat(MU, tokens_per_s=1e-3)
+    assert [i.group_size for i in (await slow.work(1))[0]] == [GROUP]

@@ -146,3 +146,14 @@ async def test_a_learner_that_evaluates_itself_makes_no_exam(control: World) -> 
     for _ in range(6):
         items, _ = await node.work()
         assert all(i.split == "train" for i in items)
+
+
+async def test_answers_to_an_exam_that_was_overtaken_are_late_and_nobodys_fault(control: World) -> None:
+    job_id, trainer, node = await started(control)
+    items, slot = await exam(node)
+    for step in (3, 4):
+        await trainer.train([])
+        await trainer.publish(step)
+    assert await answer(node, items, slot, {0}) == []
+    assert (await control.node_row(node.id)).files_refused == 0
+    assert "trajectory_refused" not in await control.kinds(job_id)

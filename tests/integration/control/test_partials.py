@@ -14,7 +14,7 @@ from sqlalchemy import select
 from app.protocol.node import UploadSlot, WorkItem
 from app.protocol.partial import encode_partial
 from app.protocol.trajectory import Rollout, encode
-from app.storage.models import GroupPrint
+from app.storage.models import GroupPrint, Node
 from app.storage.models import WorkItem as WorkItemRow
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.rig import Node_, World
@@ -146,7 +146,7 @@ async def test_who_replaces_a_beginning_that_was_taken_over_still_answers_for_it
 
 async def test_a_group_may_change_hands_more_than_once_and_its_oldest_token_counts(control: World) -> None:
     job_id = await control.create(stop={"steps": 50})
-    learner, (one, two) = await control.running(job_id, nodes=2)
+    learner, (one, two, three) = await control.running(job_id, nodes=3)
     items, _ = await one.work(1)
     await _hand_back(one, _begun(one, items))
     await learner.train([])
@@ -158,15 +158,37 @@ async def test_a_group_may_change_hands_more_than_once_and_its_oldest_token_coun
     assert first is not None
     assert (await _hand_back(two, longer)).json() == {"taken": [items[0].id]}
     assert not _there(control, first.key)
-    again, _ = await one.work(1)
+    assert await one.work(1) == ([], None), "who has handed over gets no more work"
+    again, _ = await three.work(1)
     assert [i.id for i in again] == [items[0].id]
     whole = [
         replace(r, completion_ids=[4, 5, 6], logprobs=[-0.1, -0.2, -0.3], span_versions=[0, 1], span_starts=[0, 1])
-        for r in one.rollouts(again)
+        for r in three.rollouts(again)
     ]
-    assert (await _finish(one, again, whole)).json()["accepted"] == [items[0].id]
+    assert (await _finish(three, again, whole)).json()["accepted"] == [items[0].id]
     assert [ref.written_by for ref in await learner.poll()] == [{items[0].id: [one.id, two.id]}]
     assert [i.version for i in await control.items(job_id) if i.id == items[0].id] == [0]
+
+
+async def test_a_beginning_of_which_two_nodes_made_nothing_is_given_to_no_third(control: World) -> None:
+    """It may be what they died of."""
+    job_id = await control.create()
+    learner, (one, two) = await control.running(job_id, nodes=2)
+    items, _ = await one.work(1)
+    body = await _put(one, _begun(one, items))
+    assert (await one.post("partials", body)).json() == {"taken": [items[0].id]}
+    for _ in range(2):
+        got, _ = await two.work(1)
+        assert (got[0].id, got[0].partial is None) == (items[0].id, False)
+        left = got[0].deadline_s
+        while left > -1:
+            await control.rounds(1, 20, two, learner)
+            left -= 20
+    got, _ = await two.work(1)
+    assert (got[0].id, got[0].partial) == (items[0].id, None)
+    assert not _there(control, body["key"])
+    assert (await _finish(two, got, two.rollouts(got))).json()["accepted"] == [items[0].id]
+    assert [ref.written_by for ref in await learner.poll()] == [{}]
 
 
 async def test_a_beginning_too_old_to_be_trained_on_is_thrown_away_and_counted(control: World) -> None:
@@ -308,6 +330,8 @@ async def test_keys_of_other_nodes_and_of_other_files_are_not_taken(control: Wor
     more, _ = await one.work(1)
     handed = await _put(one, one.rollouts(more, reward=0.0))
     assert (await one.post("partials", handed)).json() == {"taken": [more[0].id]}
+    async with control.svc.core.db.write() as session:
+        (await session.get_one(Node, one.id)).drain = False
     got, _ = await one.work(1)
     assert got[0].id == more[0].id
     assert (await one.post("trajectories", handed)).json()["reason"] == "foreign_key"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from blake3 import blake3
 from sqlalchemy import select
 
 from app.protocol.audits import AuditAnswer
-from app.protocol.node import NodeState
+from app.protocol.node import NodeState, WorkItem
 from app.protocol.partial import encode_partial
 from app.protocol.trajectory import encode
 from app.storage.models import AuditRow, Cooldown
@@ -115,13 +116,13 @@ async def test_suspects_add_up_over_learners_and_services(control: World) -> Non
     """Noise of 0.05 nats: no audit alone proves it."""
     job_id = await control.create()
     learner, (node,) = await control.running(job_id)
-    items = await node.produce(3)
+    *items, last = await node.produce(5)
     noisy = {"verdict": "suspect", "fault": "logprobs", "rms": 0.05, "kl": 1.25e-3}
-    assert (await tell(learner, audit(node, items[0], **noisy))).quarantined == []
-    assert (await tell(learner, audit(node, items[1], **noisy))).quarantined == []
+    for item in items:
+        assert (await tell(learner, audit(node, item, **noisy))).quarantined == []
     await control.restart()
     await learner.start()
-    assert (await tell(learner, audit(node, items[2], **noisy))).quarantined == [node.id]
+    assert (await tell(learner, audit(node, last, **noisy))).quarantined == [node.id]
     assert "0.05 nats RMS" in (await control.node_row(node.id)).reason
 
 
@@ -172,6 +173,40 @@ async def test_what_a_liar_began_nobody_goes_on_with(control: World) -> None:
     got = [*(await other.work(1))[0], *(await other.work(1))[0]]
     assert {i.id for i in got} == {done, items[0].id}
     assert all(i.partial is None for i in got)
+
+
+async def _begin(node: Node_, items: Sequence[WorkItem], tokens: int) -> None:
+    """Hand over the first sample of these groups, cut after so many tokens."""
+    cut = {"completion_ids": [4, 5, 6][:tokens], "logprobs": [-0.1, -0.2, -0.3][:tokens], "finish_reason": "abort"}
+    data = encode_partial(node.rollouts(items, reward=0.0, **cut)[:1])
+    slot = (await node.post("uploads", {"policy_version": 0})).json()
+    assert (await _upload(node, slot, data)).status_code == 200
+    body = {"key": slot["key"], "size": len(data), "blake3": blake3(data).hexdigest(), "work_items": [items[0].id]}
+    assert (await node.post("partials", body)).json() == {"taken": [items[0].id]}
+
+
+async def _upload(node: Node_, slot: dict[str, Any], data: bytes) -> httpx.Response:
+    return await node.world.http.put(slot["url"], content=data, headers=slot["headers"])
+
+
+@pytest.mark.parametrize("leased", [False, True])
+async def test_what_a_liar_began_is_given_to_nobody_through_other_hands(control: World, leased: bool) -> None:
+    """An honest node went on with it and had to stop as well; a third one may be at it."""
+    job_id = await control.create()
+    learner, (liar, two, three) = await control.running(job_id, nodes=3)
+    done = (await liar.produce(1))[0]
+    items, _ = await liar.work(1)
+    await _begin(liar, items, 1)
+    got, _ = await two.work(1)
+    assert got[0].id == items[0].id
+    await _begin(two, got, 2)
+    if leased:
+        assert [i.id for i in (await three.work(1))[0]] == [items[0].id]
+    await tell(learner, audit(liar, done, **WRONG))
+    (row,) = [i for i in await control.items(job_id) if i.id == items[0].id]
+    assert row.partial_key is None
+    assert row.written_by == ([liar.id, two.id] if leased else [])
+    assert row.status == ("leased" if leased else "pending")
 
 
 async def test_audits_of_unknown_nodes_and_by_old_learners_change_nothing(control: World) -> None:

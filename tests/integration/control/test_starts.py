@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -88,6 +89,34 @@ def beat(state: str, start: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"state": state, "policy_version": None, "start": start, **more}
 
 
+async def test_a_machine_that_only_says_that_it_is_active_is_not_paid_for_ever(
+    control: World, provider: FakeProvider
+) -> None:
+    _, rented = await renting(control, provider)
+    await told(control, rented, "active")
+    for _ in range(40):
+        await control.round(60)
+    lease = (await control.leases())[0]
+    assert "that it is active, and does not work" in lease.reason
+    assert rented.instance_id not in {r.instance_id for r in provider.live()}
+
+
+@pytest.mark.parametrize("phases", [["active"], ["active", "loading"]])
+async def test_a_node_that_only_says_that_it_is_active_is_not_paid_for_ever(
+    control: World, provider: FakeProvider, phases: list[str]
+) -> None:
+    _, rented = await renting(control, provider)
+    node = await control.join(rented)
+    node.state = "warming"
+    for turn in range(360):
+        control.clock.advance(10)
+        await node.post("heartbeat", beat("warming", {"phase": phases[turn % len(phases)]}))
+        await control.round()
+        if rented.instance_id not in {r.instance_id for r in provider.live()}:
+            break
+    assert rented.instance_id not in {r.instance_id for r in provider.live()}
+
+
 async def test_nobody_is_stuck_while_nobody_listened(control: World, provider: FakeProvider) -> None:
     _, rented = await renting(control, provider)
     await told(control, rented, "installing", have=5)
@@ -96,6 +125,16 @@ async def test_nobody_is_stuck_while_nobody_listened(control: World, provider: F
     await control.start()
     await control.round()
     assert provider.live_machines() == ["m1"]
+
+
+@pytest.mark.parametrize(("call", "body"), [
+    ("progress", {"phase": "booting"}), ("join", {"agent_version": "1", "engine": "paced"}),
+])  # fmt: skip
+async def test_a_stranger_is_turned_away_while_somebody_writes(control: World, call: str, body: dict[str, Any]) -> None:
+    """Whoever guesses tokens does not get in the way of those who write."""
+    async with control.svc.core.db.write(), asyncio.timeout(20):
+        wrong = await control.http.post(f"/v1/nodes/{call}", json=body, headers={"Authorization": "Bearer jt_guess"})
+    assert wrong.status_code == 401
 
 
 async def test_only_who_may_join_may_tell_and_only_until_the_join(control: World, provider: FakeProvider) -> None:

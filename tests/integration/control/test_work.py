@@ -18,7 +18,7 @@ from app.protocol.node import WorkItem
 from app.protocol.trajectory import encode
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.fake_provider import FakeProvider
-from tests.integration.control.rig import PROMPTS, Learner, Node_, World
+from tests.integration.control.rig import MU, PROMPTS, Learner, Node_, World
 
 Spoil = Callable[[Node_, Sequence[WorkItem]], bytes]
 
@@ -225,6 +225,90 @@ async def test_work_past_its_deadline_is_leased_again_and_the_late_answer_refuse
     again, _ = await node.work(2)
     assert [i.id for i in again] == [i.id for i in items]
     assert [i.attempts for i in await control.items(job_id)] == [2, 2]
+
+
+async def test_who_leases_and_never_delivers_is_given_up(control: World) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    rounds = 0
+    while (await control.node_row(node.id)).state == "active":
+        assert rounds < 60
+        rounds += 1
+        items, _ = await node.work(1)
+        deadline = max((i.deadline_s for i in items), default=0.0)
+        while deadline > -1:
+            await control.rounds(1, 20, node, learner)
+            deadline -= 20
+    assert rounds >= 20
+    assert "leases ran out" in (await control.node_row(node.id)).reason
+
+
+async def test_a_lease_that_ends_while_a_file_is_on_its_way_costs_that_group_only(control: World) -> None:
+    job_id = await control.create()
+    _, (one, two) = await control.running(job_id, nodes=2)
+    (mine,), slot = await one.work(1)
+    (theirs,), _ = await two.work(1)
+    assert slot is not None
+    data = encode(one.rollouts([mine, theirs]))
+    await one.put(slot, data)
+    answer = await one.commit(slot, data, [mine.id, theirs.id])
+    assert answer.json() == {"accepted": [mine.id], "late": [theirs.id]}
+    assert [(i.status, i.node_id) for i in await control.items(job_id)] == [("accepted", one.id), ("leased", two.id)]
+    row = await control.node_row(one.id)
+    assert (row.files_refused, row.rollouts_accepted) == (0, 2)
+    # Nothing that the job doesn't have, though, nor another job's.
+    (more,), slot = await one.work(1)
+    assert slot is not None
+    data = encode([*one.rollouts([more]), *one.rollouts([more.model_copy(update={"id": "job_x-1"})])])
+    await one.put(slot, data)
+    assert (await one.commit(slot, data, [more.id, "job_x-1"])).json()["reason"] == "foreign_work_item"
+
+
+async def test_a_file_that_comes_after_its_node_left_is_no_event(control: World) -> None:
+    job_id = await control.create()
+    _, (node,) = await control.running(job_id)
+    items, slot = await node.work(1)
+    assert slot is not None
+    data = encode(node.rollouts(items))
+    await node.put(slot, data)
+    await node.leave("stopped by a signal")
+    answer = await node.commit(slot, data, [items[0].id])
+    assert answer.is_error
+    assert "trajectory_refused" not in await control.kinds(job_id)
+    assert (await control.node_row(node.id)).files_refused == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '"rollouts_per_s": Infinity',
+        '"tokens_per_s": 1e300',
+        '"tokens_generated": 1' + "0" * 400,
+        '"tokens_generated": -1',
+        '"tokens_wasted": {"stale": 99999999999999999999}',
+        '"bytes_down": 99999999999999999999',
+        '"bytes_from": {"peer": -5}',
+    ],
+)
+async def test_a_heartbeat_with_impossible_numbers_is_refused(control: World, said: str) -> None:
+    job_id = await control.create()
+    _, (node,) = await control.running(job_id)
+    body = f'{{"state": "active", "policy_version": 0, {said}}}'
+    headers = {"Authorization": f"Bearer {node.token}", "Content-Type": "application/json"}
+    answer = await control.http.post(f"/v1/nodes/{node.id}/heartbeat", content=body, headers=headers)
+    assert answer.status_code == 422, answer.text
+    assert (await control.node_row(node.id)).mu_measured == MU
+    assert (await node.ask())["items"]
+
+
+async def test_the_speed_of_a_self_test_rents_nothing(control: World, provider: FakeProvider) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    await node.beat(MU / 10, tokens_per_s=100.0, probed=True)
+    await control.rounds(3, 10, learner)
+    assert len(provider.live()) == 1
+    row = await control.node_row(node.id)
+    assert (row.mu_measured, row.tokens_per_s) == (None, 100.0)
 
 
 async def test_rollouts_over_the_staleness_budget_are_dropped_and_counted(control: World) -> None:

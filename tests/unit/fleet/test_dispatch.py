@@ -78,6 +78,9 @@ def test_what_nobody_can_finish_in_time_goes_to_who_asks_one_at_a_time() -> None
     stuck = Speeds(10.0, [10_000.0])
     assert _given(_new(5000, 5000), speeds=stuck, ahead=3).ordinals == []
     assert _given(_new(5000, 5000), speeds=stuck, ahead=0).ordinals == [100]
+    # Nor is one waited for whose version is so old that it may have no work.
+    behind = Speeds(10.0, [10_000.0], [])
+    assert _given(_new(5000, 5000), speeds=behind, ahead=3).ordinals == [100]
 
 
 @pytest.mark.parametrize(

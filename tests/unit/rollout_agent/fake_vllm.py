@@ -126,6 +126,9 @@ class Server:
         self.running.add(name)
         while len(tokens) < sampling["max_tokens"] and name not in self.aborted:
             await asyncio.sleep(self.plan().get("token_s", 0))
+            if name in self.aborted:
+                # While it slept; a token from now on would be of the next version.
+                break
             if not self.going.is_set():
                 await asyncio.sleep(0.01)
                 continue

@@ -117,6 +117,18 @@ async def test_an_outage_is_waited_out() -> None:
     assert bench.ledger.errors == {}
 
 
+async def test_a_file_that_is_still_being_looked_at_is_sent_again() -> None:
+    busy = iter(range(2))
+
+    def answer(body: dict[str, object]) -> httpx.Response:
+        return problem("conflict", 409) if next(busy, None) is not None else accept(body)
+
+    bench = Bench(Wire({"trajectories": answer}))
+    await bench.deliver(3)
+    assert len(bench.wire.of("trajectories")) == 3
+    assert bench.ledger.errors == {}
+
+
 async def test_work_is_lost_only_when_its_lease_is_hopelessly_over() -> None:
     bench = Bench(Wire({"trajectories": lambda _: httpx.Response(503)}))
     began = bench.clock.now

@@ -37,6 +37,7 @@ class Bench:
             max_upload_bytes=max_upload_bytes,
             quantisation=lambda: None,
             oldest_admissible=lambda: floor,
+            vocabulary=lambda: 100,
         )
 
     async def taken_up(self, data: bytes, prompt_ids: list[int] = PROMPT, **changes: Any) -> Begun:
@@ -101,6 +102,7 @@ async def test_what_another_node_has_begun_is_taken_up() -> None:
         (begun(logprobs=[0.5, 0.5]), {}, 0),
         (begun(quantisation="int8"), {}, 0),
         (begun(completion_ids=[65] * 8, logprobs=[-1.0] * 8), {}, 0),
+        (begun(completion_ids=[65, 100]), {}, 0),
         (begun(prompt_ids=[112, 50]), {}, 4),
     ],
 )

@@ -324,13 +324,21 @@ async def test_a_group_whose_lease_is_long_over_is_given_up() -> None:
         await shift.until(lambda: not shift.engine.running, "it is given up", steps=False)
 
 
-async def test_late_groups_do_not_share_a_file_that_may_be_refused_for_them() -> None:
-    desk = Desk(left=3)
+async def test_a_group_that_comes_back_to_the_node_that_is_at_it_is_sampled_once() -> None:
+    desk = Desk(left=1)
     async with Shift(FakeStream(odds=1000), desk) as shift:
-        await shift.until(lambda: len(shift.engine.running) == 3 * GROUP, "all is being sampled", steps=False)
+        await shift.until(lambda: len(shift.engine.running) == GROUP, "all is being sampled", steps=False)
         shift.clock.now += 61
-        await shift.until(lambda: len(desk.committed) == 3, "all is committed")
-    assert [len(body["work_items"]) for body in desk.wire.of("trajectories")] == [1, 1, 1]
+        desk.partials = {"w0": None}  # type: ignore[dict-item]
+        asked = len(desk.wire.of("work"))
+        await shift.until(lambda: len(desk.wire.of("work")) > asked + 2, "it was leased again", steps=False)
+        assert shift.worker.in_flight == GROUP
+        shift.clock.now += 59.5 + HOPELESS_AFTER_S
+        await shift.worker.look()
+        await shift.until(lambda: desk.committed == ["w0"], "it is in time by its new lease")
+        await shift.drained()
+    assert shift.engine.asked == GROUP
+    assert shift.ledger.in_flight == 0
 
 
 async def test_a_prompt_that_the_engine_refuses_ends_its_group_only() -> None:

@@ -48,6 +48,10 @@ def task_dir(tmp_path: Path) -> Path:
     (tmp_path / "outside.py").write_text(SOURCE)
     (folder / "link.py").symlink_to(tmp_path / "outside.py")
     (folder / "empty.py").write_text("")
+    (folder / "loop.py").symlink_to("loop.py")
+    (folder / "huge.py").write_bytes(b"#" * ((1 << 20) + 1))
+    with (folder / "huge.jsonl").open("wb") as sparse:
+        sparse.truncate((2 << 30) + 1)
     return folder
 
 
@@ -98,6 +102,13 @@ def test_what_lies_there_already_is_not_fetched_again(task_dir: Path, store: Fol
         ("deep/sum.py:", {}, "name of a class", "/task/name"),
         ("deep/sum.py:Sum.x", {}, "name of a class", "/task/name"),
         ("empty.py:Sum", {}, "0 bytes", "/task/name"),
+        ("huge.py:Sum", {}, "1048577 bytes; 1 to 1048576 are taken", "/task/name"),
+        ("loop.py:Sum", {}, "can't be read", "/task/name"),
+        ("deep/sum.py/x.py:Sum", {}, "there is no file", "/task/name"),
+        ("jsonl", {"train": "huge.jsonl"}, "2147483649 bytes", "/task/params/train"),
+        ("jsonl", {"train": "x" * 5000}, "File name too long", "/task/params/train"),
+        ("jsonl", {"train": "\ud800"}, "can't be read", "/task/params/train"),
+        ("jsonl", {"train": "a\0b"}, "zero byte", "/task/params/train"),
         ("deep/sum.py:Sum", {"wrong": 1}, "refuses its parameters: KeyError", "/task/params"),
         ("pokr", {}, "did you mean poker", "/task/name"),
         ("jsonl", {"train": "none.jsonl"}, "there is no file", "/task/params/train"),
@@ -113,6 +124,22 @@ def test_what_is_wrong_is_named(task_dir: Path, store: FolderStore, name: str, p
     assert says in caught.value.detail
     assert caught.value.errors[0].pointer == pointer
     assert list(store.list("jobs/")) == []
+
+
+class CopiesNothing(FolderStore):
+    """Says how large its objects are, and fails when one is read."""
+
+    def get(self, key: str) -> bytes:
+        raise AssertionError(f"{key} was read")
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(tmp_path: Path):
+    store = CopiesNothing(tmp_path / "objects")
+    store.put("tasks/huge", b"")
+    with store.path("tasks/huge").open("wb") as sparse:
+        sparse.truncate((2 << 30) + 1)
+    with pytest.raises(BadInput, match="2147483649 bytes"):
+        TaskIntake(None, store)(TaskSpec(name="jsonl", params={"train": "store:tasks/huge"}), "job-1")
 
 
 def test_a_service_without_a_folder_says_which_setting(store: FolderStore):

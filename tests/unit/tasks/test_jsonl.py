@@ -83,6 +83,9 @@ def test_white_space_around_a_line_does_not_matter(tmp_path: Path):
         ('{"prompt": "a"}', "has no text or number in the field 'answer'"),
         ('{"prompt": "a", "answer": true}', "has no text or number in the field 'answer'"),
         ('{"prompt": "a", "answer": [1]}', "has no text or number in the field 'answer'"),
+        ('{"prompt": "\\ud800", "answer": 1}', "holds half a surrogate pair, which is no character"),
+        ('{"prompt": "a", "answer": "\\udc00"}', "holds half a surrogate pair, which is no character"),
+        ("[" * 100_000, "is nested too deeply"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, says: str):
@@ -108,6 +111,14 @@ def test_a_wrong_parameter_is_named(tmp_path: Path, params: Any, says: str):
     with pytest.raises(BadInput) as caught:
         opened(tmp_path, **params)
     assert says in caught.value.detail
+
+
+def test_a_line_without_end_is_named_with_its_file(tmp_path: Path):
+    rows(tmp_path, "train", *pairs(1))
+    rows(tmp_path, "heldout", *pairs(1, "h"), {"prompt": "x" * (1 << 20), "answer": 1})
+    with pytest.raises(BadInput, match="line 2 is longer than") as caught:
+        opened(tmp_path, heldout="y")
+    assert caught.value.errors[0].pointer == "/task/params/heldout"
 
 
 def test_a_held_out_row_that_is_trained_on_is_named(tmp_path: Path):

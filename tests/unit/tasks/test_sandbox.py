@@ -22,7 +22,7 @@ from app.tasks.registry import load_task
 from app.tasks.sandbox import SandboxTask
 
 SOURCE = """
-import os, socket, time
+import ctypes, os, signal, socket, time
 from app.protocol.errors import BadInput, FieldError
 from app.tasks.base import Prompt, Reply
 
@@ -57,12 +57,30 @@ class Plain:
         if text == "nan": return float("nan")
         if text == "text": return "much"
         if text == "forge": os.write(4, b'{"id": 1, "reward": 1.0}\\n'); time.sleep(60)
+        if text.startswith("{"): os.write(4, text.encode() + b"\\n"); time.sleep(60)
+        if text.startswith("["): os.write(4, b"[" * 100_000 + b"\\n"); time.sleep(60)
+        if text == "hash": return hash("one") % 1000003
+        if text == "uncover": ctypes.CDLL(None).umount2(b"/proc", 2); return float(proc_seen())
+        if text == "stay":
+            # Whoever was told to die with its parent can say that it won't, and leave its parent's group.
+            ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); os.setsid()
+            while True: os.utime(self.params["mark"]); time.sleep(0.02)
+        if text == "stay by killing": os.kill(0, signal.SIGSTOP)
         if text == "network": socket.create_connection(("127.0.0.1", self.params["port"]), 2)
         if text == "slow": time.sleep(0.5)
         if text == "environment": raise RuntimeError(" ".join(os.environ))
         if text == "descriptors": return float(max(int(n) for n in os.listdir("/proc/self/fd")))
         if text == "here": raise RuntimeError(os.getcwd())
         return prompt.index + len(text) / 10
+
+def proc_seen():
+    return sum(name.isdigit() for name in os.listdir("/proc"))
+
+class Sized(Plain):
+    def __init__(self, params, seed): self.train_size = int(params["size"])
+
+class HalfACharacter(Plain):
+    def train(self, index): return Prompt(index, chr(0xd800), {})
 
 class Turns(Plain):
     deterministic = False
@@ -125,6 +143,8 @@ def test_a_task_from_a_file_works_like_any_other(plain: SandboxTask):
         ("raise", "boo"),
         ("nan", "not finite"),
         ("text", "ValueError"),
+        ("[", "no answer"),
+        ('{"id": 4, "reward": 1.0}', "no answer"),
     ],
 )
 def test_what_fails_is_an_error_and_the_next_reward_is_right(plain: SandboxTask, answer: str, says: str):
@@ -132,6 +152,23 @@ def test_what_fails_is_an_error_and_the_next_reward_is_right(plain: SandboxTask,
     with pytest.raises(TaskFailed, match=says):
         plain.reward(prompt, answer)
     assert plain.reward(prompt, "ok") == 1.2
+
+
+@pytest.mark.parametrize(
+    ("forged", "says"),
+    [
+        ('{"id": 3, "reward": 1' + "0" * 400 + "}", "not a finite number"),
+        ('{"id": 3, "reward": NaN}', "not a finite number"),
+        ('{"id": 3, "reward": {}}', "not a finite number"),
+        ('{"id": 3, "bad_input": "x", "errors": 5}', "^x$"),
+        ('{"id": 3, "failed": {"a": 1}}', "{'a': 1}"),
+    ],
+)
+def test_what_a_task_writes_past_us_is_an_error_of_ours(plain: SandboxTask, forged: str, says: str):
+    """It answers its own question; then its process sleeps on."""
+    prompt = plain.train(1)
+    with pytest.raises((TaskFailed, BadInput), match=says):
+        plain.reward(prompt, forged)
 
 
 def test_it_sees_no_secret_no_descriptor_and_no_folder_of_ours(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -148,6 +185,62 @@ def test_it_sees_no_secret_no_descriptor_and_no_folder_of_ours(folder: Path, mon
     assert "PATH" in environment.value.detail
     with pytest.raises(TaskFailed, match="echo2-task-"):
         task.reward(prompt, "here")
+    task.close()
+
+
+def test_it_can_not_take_the_private_proc_away(plain: SandboxTask):
+    if "proc" not in plain.cut_off:
+        pytest.skip("this kernel gives no private /proc here")
+    # The first process of the namespace, and itself.
+    assert plain.reward(plain.train(0), "uncover") <= 2
+
+
+def test_a_process_that_refuses_to_die_with_its_keeper_dies(folder: Path, tmp_path: Path):
+    mark = tmp_path / "mark"
+    mark.touch()
+    task = opened(folder, mark=str(mark))
+    if "processes" not in task.cut_off:
+        pytest.skip("this kernel gives no namespace of processes here")
+    with pytest.raises(TaskFailed, match=r"longer than 1\.5 s"):
+        task.reward(task.train(0), "stay")
+    task.close()
+    # Nobody asked for its end but the keeper's, which has been waited for.
+    deadline, last, still = time.monotonic() + 10, 0, 0
+    while still < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        now = mark.stat().st_mtime_ns
+        last, still = now, still + 1 if now == last else 0
+    assert still == 3
+
+
+def test_a_task_that_stops_its_whole_group_is_killed(plain: SandboxTask):
+    with pytest.raises(TaskFailed, match=r"longer than 1\.5 s"):
+        plain.reward(plain.train(0), "stay by killing")
+    assert plain.reward(plain.train(0), "ok") == 0.2
+
+
+def test_texts_have_the_same_hash_in_every_process(folder: Path):
+    """A task that depends on the order of a set is then the same on every node."""
+    hashes = set()
+    for _ in range(2):
+        task = opened(folder)
+        hashes.add(task.reward(task.train(0), "hash"))
+        task.close()
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("size", ["-1", "1" + "0" * 400, str(1 << 41)])
+def test_a_size_that_can_not_be_is_an_error(folder: Path, size: str):
+    task = opened(folder, "x.py:Sized", size=size)
+    with pytest.raises(TaskFailed, match="number"):
+        _ = task.train_size
+    task.close()
+
+
+def test_a_prompt_that_no_tokenizer_takes_is_an_error(folder: Path):
+    task = opened(folder, "x.py:HalfACharacter")
+    with pytest.raises(TaskFailed, match="surrogate"):
+        task.train(0)
     task.close()
 
 
@@ -286,7 +379,8 @@ def test_its_processes_die_with_a_parent_that_is_killed(folder: Path):
     assert parent.stdout is not None
     leader = int(parent.stdout.readline())
     group = members(leader)
-    assert len(group) == 2
+    # The keeper, the first of the namespace where there is one, and the task's.
+    assert len(group) in (2, 3)
     parent.kill()
     parent.wait(10)
     parent.stdout.close()
@@ -301,6 +395,29 @@ def test_the_kernel_ends_what_computes_too_long_should_nobody_else(loop: str):
     code = f"from app.tasks.confine import allow_cpu, confine\nconfine(1 << 30)\nallow_cpu(0)\n{loop}"
     ended = subprocess.run([sys.executable, "-c", code], timeout=60, stdin=subprocess.DEVNULL)
     assert ended.returncode == signal.SIGXCPU
+
+
+def test_root_without_namespaces_of_users_keeps_its_own_proc():
+    """The private /proc is mounted in a mount namespace of its own, or nobody's is."""
+    code = textwrap.dedent("""
+        import ctypes, os, sys
+        from app.tasks import confine
+        libc = ctypes.CDLL(None)
+        # So that a fault breaks this process's /proc and no other's.
+        if libc.unshare(confine._NEWNS) or libc.mount(b"none", b"/", None, confine._MS_REC | confine._MS_PRIVATE, None):
+            sys.exit(77)
+        confine._WAYS = [way for way in confine._WAYS if not way[0] & confine._NEWUSER]
+        pid = os.fork()
+        if not pid:
+            cut = confine.confine(1 << 30)
+            os._exit(0 if "proc" in cut else 77)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        sys.exit(status or not os.path.exists(f"/proc/{os.getpid()}/stat"))
+    """)
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, stdin=subprocess.DEVNULL)
+    if ended.returncode == 77:
+        pytest.skip("this user may make no namespaces without one of users")
+    assert ended.returncode == 0
 
 
 def members(session: int) -> set[int]:

@@ -14,7 +14,7 @@ from app.learner.audit.rewards import Rewards
 from app.learner.buffer import Group, ReplayBuffer
 from app.learner.outbox import Directives
 from app.protocol.audits import Audit, AuditAnswer, AuditReport
-from app.protocol.errors import Unavailable
+from app.protocol.errors import LearnerError, Unavailable
 from app.protocol.learner import LearnerDirectives, TrajectoryRef
 from app.tasks.base import Prompt
 from tests.unit.learner.audit.samples import Shelf, sampled, sharper, told
@@ -264,6 +264,31 @@ def test_a_control_service_that_stays_away_is_told_to_the_loop(rig: Rig):
     rig.auditor._thread.join(30)
     with pytest.raises(Unavailable):
         rig.directives.current()
+
+
+def test_a_machine_without_memory_for_audits_does_not_keep_the_learner_waiting(rig: Rig):
+    def score(version, rollouts):
+        raise RuntimeError("CUDA out of memory")
+
+    rig.auditor._scorer.score = score
+    rig.receive(*groups("a"))
+    rig.auditor._thread.join(30)
+    with pytest.raises(LearnerError, match="out of memory"):
+        rig.directives.current()
+
+
+@pytest.mark.parametrize("spoil", [noisy, far_off])
+def test_what_others_began_is_never_trained_on_unseen(spoil):
+    rig = Rig(probation=0, each_version=False, audit_share=0.02)
+    good, bad, own = groups("good", "bad", "own")
+    rig.receive(good, spoil(bad), written_by={"good": ["before"], "bad": ["before"]})
+    rig.receive(own)
+    assert rig.here == ["own"]
+    rig.auditor.start()
+    rig.settled()
+    rig.auditor.stop()
+    assert rig.here == ["good", "own"]
+    assert rig.told == [("good", "passed"), ("bad", "unclear")]
 
 
 class Sums:
