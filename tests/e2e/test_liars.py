@@ -68,7 +68,7 @@ def quarantined(stage: Stage, job_id: str) -> dict[str, dict[str, Any]]:
 def test_each_liar_is_in_quarantine_before_it_was_trained_on(stage: Stage) -> None:
     job_id = stage.submit(
         name="liars", budget_usd="20.00", safety_factor=10, stop={"steps": 2000}, staleness_budget=4, publish_period=1,
-        batch={"prompts": 20, "group_size": 8}, learner={"learning_rate": 1e-3}, fleet={"max_nodes": 4},
+        batch={"prompts": 30, "group_size": 8}, learner={"learning_rate": 1e-3}, fleet={"max_nodes": 4},
     )  # fmt: skip
     lab = Lab(small_job()["task"], 8, stage.state_dir / "learners" / job_id / "snapshots")
     street = Street(stage, job_id, lab)
