@@ -36,7 +36,9 @@ from bench.agent_stub import BASE, Stub
 
 GROUP_SIZE = 8
 PROMPTS = 64
-WARM_S = 8.0
+WARM_S = 25.0
+"""A worker finds out in that time how much the engine takes."""
+BARE_WARM_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +165,16 @@ async def bare(found: Rig, concurrency: int) -> AsyncIterator[None]:
 
 async def compare(found: Rig, seconds: float, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Turns of worker and bare loop; the median of the ratios of neighbours."""
-    through, direct, levels = [], [], []
+    through: list[float] = []
+    direct: list[float] = []
+    levels: list[int] = []
     for turn in range(rounds):
         async with worker(found) as made:
             await asyncio.sleep(WARM_S)
             through.append(await found.tokens_per_s(seconds))
-            levels.append(max(made.in_flight, GROUP_SIZE))
+            levels.append(made.target)
         async with bare(found, levels[-1]):
-            await asyncio.sleep(WARM_S)
+            await asyncio.sleep(BARE_WARM_S)
             direct.append(await found.tokens_per_s(seconds))
         say(f"turn {turn + 1}: agent {through[-1]:.0f}/s with {levels[-1]} under way, bare loop {direct[-1]:.0f}/s")
     return {

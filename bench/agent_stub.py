@@ -16,7 +16,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.protocol import trajectory
-from app.protocol.node import CommitAnswer, CommitRequest, JoinAnswer, UploadSlot, WorkAnswer, WorkItem, WorkRequest
+from app.protocol.node import (
+    CommitAnswer,
+    CommitRequest,
+    JoinAnswer,
+    PartialAnswer,
+    UploadSlot,
+    WorkAnswer,
+    WorkItem,
+    WorkRequest,
+)
 
 BASE = "http://control"
 
@@ -41,7 +50,7 @@ class Stub:
             Route(f"{node}/work", self._work, methods=["POST"]),
             Route(f"{node}/uploads", self._upload, methods=["POST"]),
             Route(f"{node}/trajectories", self._commit, methods=["POST"]),
-            Route(f"{node}/partials", self._nothing, methods=["POST"]),
+            Route(f"{node}/partials", self._partials, methods=["POST"]),
             Route(f"{node}/reports", self._nothing, methods=["POST"]),
             Route("/store/{key:path}", self._put, methods=["PUT"]),
         ]
@@ -76,6 +85,11 @@ class Stub:
         table = trajectory.read_table(self.files.pop(commit.key))
         self.tokens += sum(len(ids) for ids in table.column("completion_ids").to_pylist())
         return _answer(CommitAnswer(accepted=commit.work_items))
+
+    async def _partials(self, request: Request) -> Response:
+        commit = CommitRequest.model_validate_json(await request.body())
+        self.files.pop(commit.key)
+        return _answer(PartialAnswer(taken=commit.work_items))
 
     async def _nothing(self, request: Request) -> Response:
         return Response(status_code=204)
