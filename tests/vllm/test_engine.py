@@ -134,6 +134,17 @@ async def test_the_seed_decides_the_sample(engine: VllmEngine) -> None:
     assert first.token_ids == again.token_ids != other.token_ids
 
 
+async def test_next_to_no_temperature_the_likeliest_tokens_come_whatever_the_seed(engine: VllmEngine) -> None:
+    drawn = await asyncio.gather(
+        *[engine.sample([10, 20, 30], seed=n, max_tokens=20, temperature=1e-6) for n in range(3)]
+    )
+    assert len({tuple(c.token_ids) for c in drawn}) == 1
+    assert all(not any(c.logprobs) for c in drawn)
+    certain = await engine.score([10, 20, 30], drawn[0].token_ids, 1.0)
+    by_chance = await engine.sample([10, 20, 30], seed=1, max_tokens=20, temperature=1.0)
+    assert sum(certain) / len(certain) > sum(by_chance.logprobs) / len(by_chance.logprobs)
+
+
 async def test_at_another_temperature_logprobs_are_of_what_was_sampled(engine: VllmEngine, world: World) -> None:
     made = await asyncio.gather(*[sample(engine, i, temperature=0.6) for i in range(8)])
     assert max(world.off(prompt(i), c, 0.6) for i, c in enumerate(made)) <= AGREES
@@ -151,7 +162,7 @@ async def test_what_no_model_can_take_is_refused(engine: VllmEngine) -> None:
         ([], 4, 1.0),
         ([10, 999], 4, 1.0),
         ([10], 0, 1.0),
-        ([10], 4, 0.001),
+        ([10], 4, 0.005),
         ([9] * 300, 4, 1.0),
     ):
         with pytest.raises(BadInput):

@@ -24,6 +24,7 @@ from app.rollout_agent.engines.vllm_adapters import Adapters
 from app.rollout_agent.engines.vllm_answers import (
     check_probe,
     check_prompt,
+    certain,
     check_report,
     completion_of,
     cut,
@@ -190,6 +191,8 @@ class VllmEngine:
             raise
         await life.wait_settled()
         completion = completion_of(answer, spans)
+        if not wanted["temperature"]:
+            completion = certain(completion)
         return completion if life.bad is None else cut(completion, life.bad)
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float) -> list[float]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from app.protocol.errors import BadInput, Unavailable
 from app.rollout_agent.engines.base import Completion, Load, Span, Tainted
 
+GREEDY = 1e-3
+"""Up to this temperature the likeliest token is certain, for logits that are not within rounding of each other."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises what is below to this."""
 PROBE_TOLERANCE = 0.05
@@ -23,13 +26,16 @@ _METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})?\s+(\S+)", re.MULTIL
 
 
 def sampling_params(*, seed: int, max_tokens: int, temperature: float, eos: Sequence[int]) -> dict[str, Any]:
-    """The whole distribution, with our end tokens instead of the model's own. Raises BadInput."""
+    """The whole distribution, with our end tokens instead of the model's own; up to GREEDY, as 0: the likeliest token.
+
+    Raises BadInput, also for what lies between: vLLM would take another temperature in its place.
+    """
     if max_tokens < 1:
         raise BadInput(f"max_tokens must be at least 1, not {max_tokens}")
-    if temperature < LOWEST_TEMPERATURE:
+    if GREEDY < temperature < LOWEST_TEMPERATURE:
         raise BadInput(f"vLLM can't sample at a temperature of {temperature}, at least {LOWEST_TEMPERATURE} is needed")
     return {
-        "temperature": temperature,
+        "temperature": 0.0 if temperature <= GREEDY else temperature,
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
@@ -75,6 +81,11 @@ def completion_of(answer: Mapping[str, Any], spans: Sequence[Span] | None = None
     if tokens and (not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= len(tokens)):
         raise Unavailable(f"the engine's spans of versions begin at {starts[:5]} in {len(tokens)} tokens")
     return Completion(tokens, [min(0.0, value) for value in logprobs], finish, tuple(found) if tokens else ())
+
+
+def certain(completion: Completion) -> Completion:
+    """A greedy completion with the log-probs of the distribution that it was drawn from, which has one token."""
+    return replace(completion, logprobs=[0.0] * len(completion.token_ids))
 
 
 def cut(completion: Completion, bad: int) -> Completion:

@@ -15,6 +15,7 @@ from app.rollout_agent.engines.adapter import AdapterConfig
 from app.rollout_agent.engines.base import Completion, Load, Span, Tainted
 from app.rollout_agent.engines.blueprint import Blueprint
 from app.rollout_agent.engines.vllm_answers import (
+    certain,
     check_probe,
     check_prompt,
     check_report,
@@ -85,7 +86,7 @@ def test_only_what_is_sampled_without_bias_is_asked_for() -> None:
     assert asked["seed"] == 2**63 - 1
     assert asked["ignore_eos"]
     assert asked["stop_token_ids"] == [2, 9]
-    for wrong in ({"temperature": 0.005}, {"temperature": 0.0}, {"max_tokens": 0}):
+    for wrong in ({"temperature": 0.005}, {"temperature": 0.0011}, {"max_tokens": 0}):
         with pytest.raises(BadInput):
             sampling_params(**{"seed": 1, "max_tokens": 5, "temperature": 1.0, "eos": [2], **wrong})
     for ids in ([], [-1], [100]):
@@ -215,3 +216,10 @@ def test_an_adapters_engine_has_the_base_weights_and_room_for_some_versions() ->
 )
 def test_as_many_gpus_as_divide_the_attention_heads(gpus: int, heads: int, asked: int | None, used: int) -> None:
     assert tensor_parallel(replace(OPTIONS, gpus=gpus, tensor_parallel=asked), heads) == used
+
+
+def test_the_likeliest_answer_is_asked_for_as_such_and_is_certain() -> None:
+    asked = sampling_params(seed=1, max_tokens=5, temperature=1e-6, eos=[2])
+    assert asked["temperature"] == 0.0
+    drawn = certain(Completion([4, 2], [-0.7, -0.1], "stop", (Span(3, 0),)))
+    assert drawn == Completion([4, 2], [0.0, 0.0], "stop", (Span(3, 0),))
