@@ -22,9 +22,9 @@ from app.rollout_agent.engines.base import Completion, EngineDied, Load, Span, T
 from app.rollout_agent.engines.blueprint import Blueprint, read_blueprint
 from app.rollout_agent.engines.vllm_adapters import Adapters
 from app.rollout_agent.engines.vllm_answers import (
+    certain,
     check_probe,
     check_prompt,
-    certain,
     check_report,
     completion_of,
     cut,
