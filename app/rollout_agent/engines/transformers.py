@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from app.protocol.errors import BadInput, IntegrityError, Unavailable
 from app.rollout_agent.engines.adapter import adapt, read_config
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, Tainted, check_layout, unique_tensors
+from app.rollout_agent.engines.blueprint import eos_ids
 from app.rollout_agent.engines.check import check_loaded
 from app.snapshots.codec import decode
 from app.snapshots.manifest import Manifest
@@ -102,7 +103,7 @@ class TransformersEngine:
         if adapter is not None:
             state = adapt(self._model, adapter)
         self._names, self._weights = frozenset(state), unique_tensors(state)
-        self._eos = torch.tensor(_eos_ids(model.generation_config, config, self._tokenizer), device=self._device)
+        self._eos = torch.tensor(eos_ids(model.generation_config, config, self._tokenizer), device=self._device)
         if "cache" in inspect.signature(type(model).forward).parameters:
             self._cache_word = "cache"
 
@@ -288,14 +289,3 @@ def _completions(tokens: np.ndarray, logprobs: np.ndarray, limits: np.ndarray, e
         )
         for i, n in enumerate(lengths.tolist())
     ]
-
-
-def _eos_ids(generation_config: Any, config: Any, tokenizer: Any) -> list[int]:
-    """All ids that end a completion. Raises BadInput if the model names none."""
-    found: set[int] = set()
-    for value in (getattr(generation_config, "eos_token_id", None), config.eos_token_id, tokenizer.eos_token_id):
-        if value is not None:
-            found.update([value] if isinstance(value, int) else value)
-    if not found:
-        raise BadInput("neither config.json nor the tokenizer names an end-of-sequence token")
-    return sorted(found)
