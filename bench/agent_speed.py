@@ -36,9 +36,11 @@ from bench.agent_stub import BASE, Stub
 
 GROUP_SIZE = 8
 PROMPTS = 64
+SEQUENCES = 64
+"""More than two cores decode in one go would only wait for each other."""
 WARM_S = 25.0
 """A worker finds out in that time how much the engine takes."""
-BARE_WARM_S = 5.0
+BARE_WARM_S = 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,9 @@ async def rig(python: str, max_tokens: int) -> AsyncIterator[Rig]:
     """A server with the tiny model's shape and random weights, which seldom end a completion early."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
         model = await asyncio.to_thread(prepare, "tiny", Path(folder))
-        options = VllmOptions(python=python, device="cpu", work_dir=Path(folder) / "engine", threads=1)
+        options = VllmOptions(
+            python=python, device="cpu", work_dir=Path(folder) / "engine", threads=1, max_sequences=SEQUENCES
+        )
         engine = VllmEngine(options)
         host = make_host(engine, model.folder, pool)
         assert isinstance(host, StreamHost)
