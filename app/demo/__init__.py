@@ -91,7 +91,7 @@ def run(*, steps: int, plain: bool, engine: str = "transformers") -> int:
         summary = summarise(http, market, feed, job["id"], time.monotonic() - began)
         latency = rerank_latency(feed.events, incidents)
     (FOLDER / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    faults = verdict(summary)
+    faults = verdict(summary, min(3, NODES[engine]))
     show(console, summary, faults, incidents, latency)
     return 1 if faults else 0
 

@@ -105,8 +105,8 @@ def rerank_latency(events: list[dict[str, Any]], incidents: Incidents) -> float 
     return min((t - incidents.answered_at).total_seconds() for t in times) if times else None
 
 
-def verdict(s: dict[str, Any]) -> list[str]:
-    """Promises that were not kept, in words."""
+def verdict(s: dict[str, Any], nodes: int = 3) -> list[str]:
+    """Promises that were not kept, in words. `nodes`: so many have to have worked at once."""
     spent, bill, budget = micros(s["spent_usd"]), micros(s["marketplace_bill_usd"]), micros(s["budget_usd"])
     own = micros(s["spent_own_count_usd"])
     gain = (s["eval_final"] or 0.0) - (s["eval_initial"] or 0.0)
@@ -122,7 +122,7 @@ def verdict(s: dict[str, Any]) -> list[str]:
         ),
         f"{s['leases_open']} leases are open": s["leases_open"] == 0,
         f"{s['machines_running']} machines are running": s["machines_running"] == 0,
-        f"at most {s['nodes_peak']} nodes worked at once, fewer than 3": s["nodes_peak"] >= 3,
+        f"at most {s['nodes_peak']} nodes worked at once, fewer than {nodes}": s["nodes_peak"] >= nodes,
     }
     return [words for words, kept in checks.items() if not kept]
 
