@@ -114,7 +114,7 @@ def bench_node(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=30, help="Learner steps.")] = 150,
+    steps: Annotated[int | None, typer.Option(min=30, help="Learner steps. [default: 150, vllm 80]")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
     engine: Annotated[str, typer.Option(help="transformers, or vllm (make demo-vllm).")] = "transformers",
 ) -> None:

@@ -28,11 +28,13 @@ from app.watch import Feed, view
 DEADLINE_S = {"transformers": 900.0, "vllm": 2400.0}
 NODES = {"transformers": 5, "vllm": 2}
 """Two cores start and feed no more servers."""
+PROMPTS = {"transformers": 32, "vllm": 16}
+STEPS = {"transformers": 150, "vllm": 80}
 BUDGET = "2.00"
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 
 
-def job_spec(steps: int, nodes: int = 5) -> dict[str, Any]:
+def job_spec(steps: int, engine: str = "transformers") -> dict[str, Any]:
     """The demo's job. On the tiny model ppo_clip learns faster at this lag than the default (docs/staleness.md)."""
     return {
         "name": "spell-backward",
@@ -44,7 +46,7 @@ def job_spec(steps: int, nodes: int = 5) -> dict[str, Any]:
         "budget_usd": BUDGET,
         "stop": {"steps": steps},
         "staleness_budget": 3,
-        "batch": {"prompts": 32, "group_size": 8},
+        "batch": {"prompts": PROMPTS[engine], "group_size": 8},
         "sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 8},
         "learner": {
             "placement": "local",
@@ -53,7 +55,12 @@ def job_spec(steps: int, nodes: int = 5) -> dict[str, Any]:
             "eval_every": 50,
             "eval_prompts": 1024,
         },
-        "fleet": {"providers": ["marketplace"], "min_reliability": 0.9, "interruptible": True, "max_nodes": nodes},
+        "fleet": {
+            "providers": ["marketplace"],
+            "min_reliability": 0.9,
+            "interruptible": True,
+            "max_nodes": NODES[engine],
+        },
         "seed": 0,
     }
 
@@ -68,9 +75,10 @@ def vllm_python() -> Path:
     return found
 
 
-def run(*, steps: int, plain: bool, engine: str = "transformers") -> int:
-    """Run the demo. Returns 0 only if the job succeeded and all promises were kept. Raises BadInput, Unavailable."""
+def run(*, steps: int | None, plain: bool, engine: str = "transformers") -> int:
+    """Run the demo, for `steps` or as many as it takes to show that something was learnt. Returns 0 only if the job succeeded and all promises were kept. Raises BadInput, Unavailable."""
     console = Console()
+    steps = STEPS[engine] if steps is None else steps
     stage = Stage(free_port(), free_port(), engine, vllm_python() if engine == "vllm" else None)
     began = time.monotonic()
     with ExitStack() as stack:
@@ -84,7 +92,7 @@ def run(*, steps: int, plain: bool, engine: str = "transformers") -> int:
                 trust_env=False,
             )
         )
-        job = unwrap(http.post("/v1/jobs", json=job_spec(steps, NODES[engine])))
+        job = unwrap(http.post("/v1/jobs", json=job_spec(steps, engine)))
         incidents = Incidents(stage, market, steps)
         feed = Feed(http, job["id"])
         _follow(feed, incidents, console, plain, DEADLINE_S[engine])
