@@ -76,7 +76,10 @@ def vllm_python() -> Path:
 
 
 def run(*, steps: int | None, plain: bool, engine: str = "transformers") -> int:
-    """Run the demo, for `steps` or as many as it takes to show that something was learnt. Returns 0 only if the job succeeded and all promises were kept. Raises BadInput, Unavailable."""
+    """Run the demo, for `steps` or as many as it takes to show that something was learnt.
+
+    Returns 0 only if the job succeeded and all promises were kept. Raises BadInput, Unavailable.
+    """
     console = Console()
     steps = STEPS[engine] if steps is None else steps
     stage = Stage(free_port(), free_port(), engine, vllm_python() if engine == "vllm" else None)
