@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.protocol.job import SamplingSpec, TaskSpec
+from app.protocol.job import SamplingSpec
 from app.protocol.node import Directives, JoinAnswer, JoinRequest
+from app.protocol.task_spec import TaskSpec
 from app.rollout_agent.batch import TextSide
 from app.rollout_agent.bench_model import BenchModel, prepare
 from app.rollout_agent.client import NodeClient

@@ -16,16 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.protocol import trajectory
-from app.protocol.node import (
-    CommitAnswer,
-    CommitRequest,
-    JoinAnswer,
-    PartialAnswer,
-    UploadSlot,
-    WorkAnswer,
-    WorkItem,
-    WorkRequest,
-)
+from app.protocol.node import JoinAnswer
+from app.protocol.work import CommitAnswer, CommitRequest, PartialAnswer, UploadSlot, WorkAnswer, WorkItem, WorkRequest
 
 BASE = "http://control"
 

@@ -18,7 +18,7 @@ from app.api.problems import json_pointer
 from app.api.security import verify_webhook
 from app.protocol.base import Strict, micros
 from app.protocol.errors import BadInput, FieldError, Unavailable
-from app.protocol.job import SpotSelector
+from app.protocol.job_patch import SpotSelector
 from app.storage.models import SpotPrice, WebhookId
 
 router = APIRouter(prefix="/v1/hooks", tags=["hooks"])

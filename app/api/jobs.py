@@ -16,7 +16,8 @@ from app.api.idempotency import key_of, once
 from app.api.paging import Cursor, Limit, decode, encode
 from app.api.tables import table, text_response, wants_text
 from app.protocol.errors import BadInput, FieldError
-from app.protocol.job import JobPatch, JobSpec, JobStatus
+from app.protocol.job import JobSpec, JobStatus
+from app.protocol.job_patch import JobPatch
 from app.storage.models import Event, Job, Step
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])

@@ -8,23 +8,17 @@ from fastapi import APIRouter, Query, Request
 
 from app.api.deps import NodeDep, ServicesDep
 from app.api.security import bearer
-from app.protocol.node import (
+from app.protocol.node import Directives, Heartbeat, JoinAnswer, JoinRequest, Leave, Report, SnapshotUrls
+from app.protocol.startup import StartProgress
+from app.protocol.work import (
     CommitAnswer,
     CommitRequest,
-    Directives,
-    Heartbeat,
-    JoinAnswer,
-    JoinRequest,
-    Leave,
     PartialAnswer,
-    Report,
-    SnapshotUrls,
     UploadRequest,
     UploadSlot,
     WorkAnswer,
     WorkRequest,
 )
-from app.protocol.startup import StartProgress
 
 router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
 

@@ -25,8 +25,9 @@ from app.fleet.trust import CAUGHT
 from app.protocol import copies, trajectory
 from app.protocol.errors import Conflict, Refused
 from app.protocol.job import JobSpec
-from app.protocol.node import CommitAnswer, CommitRequest, NodeState
+from app.protocol.node import NodeState
 from app.protocol.pruning import kept
+from app.protocol.work import CommitAnswer, CommitRequest
 from app.storage.models import ExamItem, GroupPrint, ItemStatus, Job, Node, Trajectory, WorkItem
 
 log = logging.getLogger(__name__)

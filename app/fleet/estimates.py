@@ -137,7 +137,7 @@ def weight(sample_s: float) -> float:
 
 
 def broadcast_time(size: int, nodes: int, uplink_mbps: float, node_mbps: float, hop_s: float = 0.05) -> float:
-    """Seconds until the last of `nodes` has `size` bytes through N_ch ≈ ⌊B_0/B_w⌋ chains (DESIGN, Broadcast).
+    """Seconds until the last of `nodes` has `size` bytes through N_ch ≈ ⌊B_0/B_w⌋ chains (docs/broadcast.md).
 
     T ≈ M/b + (L − 1)·hop with b = min(B_w, B_0/N_ch) and L = ⌈N/N_ch⌉.
     """

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import admission, scores
 from app.fleet.core import Core
 from app.protocol.job import JobSpec
-from app.protocol.node import WorkItem as WorkItemMessage
+from app.protocol.work import WorkItem as WorkItemMessage
 from app.storage.models import Evaluation, ExamItem, ItemStatus, Job, Node
 
 log = logging.getLogger(__name__)

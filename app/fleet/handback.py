@@ -16,7 +16,7 @@ from app.fleet.partials import Begun
 from app.protocol import copies
 from app.protocol.errors import Conflict, Refused
 from app.protocol.job import JobSpec
-from app.protocol.node import CommitRequest, PartialAnswer, UploadRequest, UploadSlot
+from app.protocol.work import CommitRequest, PartialAnswer, UploadRequest, UploadSlot
 from app.storage.models import ItemStatus, Job, Lease, Node, Trajectory, WorkItem
 
 

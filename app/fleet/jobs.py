@@ -23,7 +23,9 @@ from app.fleet.notify import secret_of
 from app.fleet.outward import url_problem
 from app.protocol.base import micros, usd
 from app.protocol.errors import BadInput, Conflict, FieldError, NotFound
-from app.protocol.job import JobPatch, JobSpec, JobStatus, TaskSpec
+from app.protocol.job import JobSpec, JobStatus
+from app.protocol.job_patch import JobPatch
+from app.protocol.task_spec import TaskSpec
 from app.storage.models import Job, Outbox
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -1,6 +1,6 @@
-"""Prometheus metrics of the control service (CONTRACT: prefix `echo2_`).
+"""Prometheus metrics of the control service (prefix `echo2_`).
 
-Invariant: names and labels are those of the contract; gauges are set from the database at each tick.
+Invariant: names and labels are those that docs/operations.md lists; gauges are set from the database at each tick.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ class Metrics:
     """One registry a process, so that tests do not share counters."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        job = ["job"]
+        self.registry = CollectorRegistry()
+        self._capacity(["job"], self.registry)
+        self._rollouts(["job"], self.registry)
+        self._times(["job"], self.registry)
+        self._market(self.registry)
+
+    def _capacity(self, job: list[str], registry: CollectorRegistry) -> None:
         self.mu_pool = Gauge("echo2_mu_pool", "Rollouts per second of the pool", job, registry=registry)
         self.mu_target = Gauge("echo2_mu_target", "Capacity target, rollouts per second", job, registry=registry)
         self.mu_steered = Gauge(
@@ -23,6 +28,9 @@ class Metrics:
         self.bubble_ratio = Gauge(
             "echo2_bubble_ratio", "Share of the time that the learner waits", job, registry=registry
         )
+        self.reward = Gauge("echo2_reward", "Mean reward", ["job", "split"], registry=registry)
+
+    def _rollouts(self, job: list[str], registry: CollectorRegistry) -> None:
         self.dropped = Counter(
             "echo2_dropped_rollouts_total", "Rollouts never trained on", ["job", "reason"], registry=registry
         )
@@ -56,6 +64,8 @@ class Metrics:
             registry=registry,
             buckets=(0, 1, 2, 3, 4, 6, 8, 11, 16, 32),
         )
+
+    def _times(self, job: list[str], registry: CollectorRegistry) -> None:
         self.broadcast = Histogram(
             "echo2_broadcast_seconds",
             "From publish until the last active node has it",
@@ -70,14 +80,15 @@ class Metrics:
             registry=registry,
             buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
         )
-        self.reward = Gauge("echo2_reward", "Mean reward", ["job", "split"], registry=registry)
+        self.reconcile = Histogram("echo2_reconcile_seconds", "Time of one reconcile", registry=registry)
+
+    def _market(self, registry: CollectorRegistry) -> None:
         self.spent = Counter("echo2_spent_usd_total", "Dollars in the ledger", ["kind"], registry=registry)
         self.leases = Gauge("echo2_leases", "Leases by state", ["provider", "state"], registry=registry)
         self.nodes = Gauge("echo2_nodes", "Nodes by state", ["state"], registry=registry)
         self.requests = Counter(
             "echo2_provider_requests_total", "Calls to providers", ["provider", "call", "outcome"], registry=registry
         )
-        self.reconcile = Histogram("echo2_reconcile_seconds", "Time of one reconcile", registry=registry)
 
     def provider_request(self, provider: str, call: str, outcome: str) -> None:
         """Count one request of an adapter."""

@@ -13,7 +13,8 @@ from app.fleet.estimates import Workload
 from app.fleet.priced import JobView, Priced
 from app.fleet.pricing import Traffic
 from app.protocol.base import usd
-from app.protocol.job import JobSpec, TaskSpec
+from app.protocol.job import JobSpec
+from app.protocol.task_spec import TaskSpec
 
 DEFAULT_PARAMETERS = 8_000_000_000
 DEFAULT_TOKENS = 1024.0

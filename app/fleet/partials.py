@@ -23,7 +23,7 @@ from app.fleet.sizes import size_of
 from app.protocol import partial, trajectory
 from app.protocol.errors import NotFound, Refused
 from app.protocol.job import FINAL_STATUSES, JobSpec
-from app.protocol.node import CommitRequest, PartialRef
+from app.protocol.work import CommitRequest, PartialRef
 from app.storage.models import GroupPrint, ItemStatus, Job, Trajectory, WorkItem
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import blake3
 
 from app.fleet.core import Core
 from app.protocol.errors import Refused
-from app.protocol.node import CommitRequest, UploadSlot
+from app.protocol.work import CommitRequest, UploadSlot
 
 EXPIRES_S = 3600
 

@@ -17,16 +17,9 @@ from app.fleet.sizes import size_of
 from app.fleet.stored import in_store, stored_urls
 from app.protocol.errors import NotFound
 from app.protocol.job import JobStatus
-from app.protocol.node import (
-    NodeState,
-    SnapshotUrls,
-    UploadSlot,
-    WorkAnswer,
-    WorkRequest,
-)
-from app.protocol.node import (
-    WorkItem as WorkItemMessage,
-)
+from app.protocol.node import NodeState, SnapshotUrls
+from app.protocol.work import UploadSlot, WorkAnswer, WorkRequest
+from app.protocol.work import WorkItem as WorkItemMessage
 from app.storage.models import ItemStatus, Job, Node, SnapshotRow, Step, WorkItem
 
 log = logging.getLogger(__name__)

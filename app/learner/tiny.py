@@ -27,7 +27,7 @@ import torch
 from app.learner.files import exclusive, fsync_tree
 from app.learner.sampling import sample
 from app.protocol.errors import LearnerError
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.prompts import decode, encode_prompt
 from app.tasks.registry import load_task
 

@@ -10,11 +10,12 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Literal, Self
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from app.protocol.base import Spec, micros
 from app.protocol.learner_spec import LearnerSpec
 from app.protocol.pruning import Prune
+from app.protocol.task_spec import TaskSpec
 from app.protocol.trust_spec import TrustSpec
 
 GroupPolicy = Literal["uniform", "coba", "cures"]
@@ -43,51 +44,6 @@ class JobStatus(StrEnum):
 
 
 FINAL_STATUSES = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.BUDGET_EXHAUSTED})
-
-
-class TaskFile(Spec):
-    """A file of a job's task: the source of a plug-in, prompts and answers. The control service makes it."""
-
-    role: Literal["source", "train", "heldout"]
-    size: int = Field(ge=0)
-    blake3: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-    @property
-    def name(self) -> str:
-        """Its name in the folder that the task is loaded from."""
-        return f"{self.role}.{'py' if self.role == 'source' else 'jsonl'}"
-
-    def key(self, job_id: str) -> str:
-        """Its key in the object store. What it holds is in it, so that nothing is ever replaced."""
-        return f"jobs/{job_id}/task/{self.blake3[:16]}-{self.name}"
-
-
-class TaskLimits(Spec):
-    """What the processes of a sandboxed task may use; docs/tasks.md."""
-
-    timeout_s: float = Field(default=30, gt=0, le=600)
-    """Seconds for one reward or one reply; a process that takes longer is killed."""
-    load_timeout_s: float = Field(default=120, gt=0, le=3600)
-    """Seconds for loading the task, for counting its prompts, and for one prompt."""
-    memory_mb: int = Field(default=2048, ge=64, le=1_048_576)
-    """Memory of each process, 2^20 bytes."""
-    processes: int | None = Field(default=None, ge=1, le=256)
-    """Processes side by side; null: one a processor, at most 4."""
-    network: bool = False
-    """Whether the task's code may use the network."""
-    builtin: bool = False
-    """Sandbox the built-in tasks, too, that otherwise run in the process that needs them."""
-
-
-class TaskSpec(Spec):
-    """Which data plane plug-in, with what parameters."""
-
-    name: str = Field(min_length=1, max_length=200)
-    """A built-in task, an installed entry point of the group `echo2.tasks`, or `file.py:Class`."""
-    params: dict[str, JsonValue] = Field(default_factory=dict)
-    limits: TaskLimits = TaskLimits()
-    files: list[TaskFile] = Field(default_factory=list, max_length=3)
-    """Filled in by the control service when the job is created, never by its owner."""
 
 
 class StopSpec(Spec):
@@ -202,7 +158,8 @@ def period(staleness: int, fixed: int | None) -> int:
     return longest if fixed is None else min(fixed, longest)
 
 
-def _budget(value: Decimal) -> Decimal:
+def checked_budget(value: Decimal) -> Decimal:
+    """A budget in dollars. Raises ValueError for one that is not a positive, possible amount."""
     if not value.is_finite():
         raise ValueError("must be a finite amount of dollars")
     if value > 10_000_000:
@@ -291,7 +248,7 @@ class JobSpec(Spec):
     @field_validator("budget_usd")
     @classmethod
     def _positive(cls, value: Decimal) -> Decimal:
-        return _budget(value)
+        return checked_budget(value)
 
     @field_validator("publish_period")
     @classmethod
@@ -330,36 +287,3 @@ class JobSpec(Spec):
     def budget_micros(self) -> int:
         """The budget in micro-dollars."""
         return micros(self.budget_usd)
-
-
-class JobPatch(Spec):
-    """`PATCH /v1/jobs/{id}`: what may change while the job runs."""
-
-    budget_usd: Decimal | None = None
-    staleness_budget: int | None = Field(default=None, ge=1, le=1000)
-    fleet: FleetPatch | None = None
-
-    @field_validator("budget_usd")
-    @classmethod
-    def _positive(cls, value: Decimal | None) -> Decimal | None:
-        return value if value is None else _budget(value)
-
-
-class FleetPatch(Spec):
-    """The part of the fleet that may change while the job runs."""
-
-    max_nodes: int = Field(ge=1, le=10_000)
-
-
-class SpotSelector(Spec):
-    """Which offers a spot price is for: all given must match, `{}` matches the provider."""
-
-    machine_id: int | str | None = None
-    offer_id: int | str | None = None
-    gpu_name: str | None = None
-    instance_type: str | None = None
-    region: str | None = None
-    zone: str | None = None
-
-
-JobPatch.model_rebuild()

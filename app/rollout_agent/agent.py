@@ -19,7 +19,7 @@ from app.protocol.errors import EchoError, Gone, Unauthorized, Unavailable
 from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, JoinRequest, Leave
 from app.protocol.startup import MachineFacts
 from app.rollout_agent import room
-from app.rollout_agent.client import NodeClient, Unreached
+from app.rollout_agent.client import NodeClient
 from app.rollout_agent.config import AgentSettings, RelayAddress, SelfDestruct
 from app.rollout_agent.engines.base import Engine, StreamEngine
 from app.rollout_agent.facts import free_bytes
@@ -28,6 +28,7 @@ from app.rollout_agent.node import Node
 from app.rollout_agent.preemption.board import Board
 from app.rollout_agent.preemption.metadata import Source
 from app.rollout_agent.preemption.watch import watch_machine
+from app.rollout_agent.reach import Unreached
 from app.rollout_agent.startup import Startup, tell
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from blake3 import blake3
 from app.protocol import trajectory
 from app.protocol.errors import EchoError, Unavailable
 from app.protocol.job import SamplingSpec
-from app.protocol.node import CommitRequest, UploadSlot, WorkItem
 from app.protocol.pruning import Prune, informative
+from app.protocol.work import CommitRequest, UploadSlot, WorkItem
 from app.rollout_agent.engines.base import Completion, Engine, GenRequest
 from app.rollout_agent.episodes import Answer, Seat, answered, play_rounds
 from app.rollout_agent.joining import join, spanned

@@ -17,24 +17,19 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from app.protocol import errors
-from app.protocol.errors import EchoError, FieldError, Refused, Unavailable
-from app.protocol.node import (
+from app.protocol.errors import Unavailable
+from app.protocol.node import Directives, Heartbeat, JoinAnswer, JoinRequest, Leave, Report, SnapshotUrls
+from app.protocol.startup import StartProgress
+from app.protocol.work import (
     CommitAnswer,
     CommitRequest,
-    Directives,
-    Heartbeat,
-    JoinAnswer,
-    JoinRequest,
-    Leave,
     PartialAnswer,
-    Report,
-    SnapshotUrls,
     UploadRequest,
     UploadSlot,
     WorkAnswer,
     WorkRequest,
 )
-from app.protocol.startup import StartProgress
+from app.rollout_agent.reach import Got, backoff, error_of, never_sent, reach
 
 log = logging.getLogger(__name__)
 
@@ -45,28 +40,8 @@ SLOWEST_BYTES_PER_S = 1_000_000
 LONG_POLL_MARGIN_S = 10.0
 RETRIES = 4
 RANGE_REFUSED = 416
-BACKOFF_S, BACKOFF_MAX_S = 0.25, 5.0
-
-_BY_CODE: dict[str, type[EchoError]] = {
-    kind.code: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EchoError)
-}
-_BY_STATUS: dict[int, type[EchoError]] = {
-    400: errors.Malformed,
-    401: errors.Unauthorized,
-    403: errors.Forbidden,
-    404: errors.NotFound,
-    409: errors.Conflict,
-    410: errors.Gone,
-    413: errors.TooLarge,
-    422: errors.BadInput,
-    429: errors.Unavailable,
-    502: errors.Unavailable,
-    503: errors.Unavailable,
-    504: errors.Unavailable,
-}
 
 Answer = TypeVar("Answer", bound=BaseModel)
-Got = TypeVar("Got")
 
 
 class NodeClient:
@@ -100,7 +75,7 @@ class NodeClient:
         """
         headers = {"Authorization": f"Bearer {join_token}"}
         answer = await self._repeat(
-            lambda: self._json("POST", "/join", JoinAnswer, request, headers=headers), repeatable=_never_sent
+            lambda: self._json("POST", "/join", JoinAnswer, request, headers=headers), repeatable=never_sent
         )
         self._node_id = answer.node_id
         self._headers = {"Authorization": f"Bearer {answer.node_token}"}
@@ -208,7 +183,7 @@ class NodeClient:
     ) -> httpx.Response:
         content = b"" if body is None else body.model_dump_json().encode()
         sent = {**(self._headers if headers is None else headers), "Content-Type": "application/json"}
-        response = await _reach(
+        response = await reach(
             self._http.request(
                 method, self._base + path, content=content, headers=sent, params=params, timeout=timeout
             ),
@@ -221,7 +196,7 @@ class NodeClient:
         return response
 
     async def _put(self, slot: UploadSlot, data: bytes) -> None:
-        response = await _reach(
+        response = await reach(
             self._http.put(slot.url, content=data, headers=slot.headers, timeout=TRANSFER_TIMEOUT), "the object store"
         )
         self.bytes_up += len(data)
@@ -230,7 +205,7 @@ class NodeClient:
 
     async def _download(self, url: str, max_bytes: int) -> bytes:
         async with asyncio.timeout(TRANSFER_TIMEOUT.read):
-            return await _reach(self._stream(url, max_bytes), "the object store")
+            return await reach(self._stream(url, max_bytes), "the object store")
 
     async def _download_to(self, url: str, path: Path, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
         with path.open("ab") as file:
@@ -248,7 +223,7 @@ class NodeClient:
                 return
             async with asyncio.timeout(max(TRANSFER_TIMEOUT.read or 0.0, max_bytes / SLOWEST_BYTES_PER_S)):
                 stream = self._stream_into(url, max_bytes, take, start=file.tell(), restart=restart)
-                await _reach(stream, "the object store")
+                await reach(stream, "the object store")
 
     async def _stream(self, url: str, max_bytes: int) -> bytes:
         parts: list[bytes] = []
@@ -286,26 +261,6 @@ class NodeClient:
                 take(part)
 
 
-class Unreached(Unavailable):
-    """No connection came about: the request was certainly not seen."""
-
-    code = "unreached"
-
-
-def _never_sent(error: Unavailable) -> bool:
-    return isinstance(error, Unreached)
-
-
-async def _reach(call: Awaitable[Got], whom: str) -> Got:
-    """Await an HTTP call; what goes wrong below HTTP becomes Unavailable, without URL."""
-    try:
-        return await call
-    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-        raise Unreached(f"{whom} can't be reached ({type(error).__name__})") from error
-    except (httpx.HTTPError, TimeoutError) as error:
-        raise Unavailable(f"{whom} does not answer ({type(error).__name__})") from error
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
@@ -314,35 +269,3 @@ def _goes_on(response: httpx.Response, start: int) -> bool:
     """Whether an answer holds the bytes from `start` on, and not all of them."""
     found = response.headers.get("content-range", "")
     return response.status_code == 206 and found.replace("=", " ").startswith(f"bytes {start}-")
-
-
-def backoff(attempt: int, jitter: float) -> float:
-    """Seconds before repeat number `attempt` (from 0): doubles up to a limit, then drawn from its upper half."""
-    full = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(attempt, 10))
-    return full * (0.5 + 0.5 * jitter)
-
-
-def error_of(response: httpx.Response) -> EchoError:
-    """The error that an `application/problem+json` answer stands for; without one, by the status."""
-    problem = _problem(response)
-    detail = str(problem.get("detail") or problem.get("title") or f"HTTP {response.status_code}")[:1000]
-    code = str(problem.get("code") or str(problem.get("type", "")).replace(":", "/").rsplit("/", 1)[-1])
-    if code == Refused.code:
-        return Refused(str(problem.get("reason") or "unknown"), detail)
-    default = Unavailable if response.status_code >= 500 else errors.BadInput
-    kind = _BY_CODE.get(code.replace("-", "_")) or _BY_STATUS.get(response.status_code, default)
-    if response.status_code >= 500:
-        kind = Unavailable
-    fields = problem.get("errors")
-    listed = [f for f in fields if isinstance(f, dict)] if isinstance(fields, list) else []
-    return kind(detail, errors=[FieldError(str(f.get("pointer", "")), str(f.get("detail", ""))) for f in listed])
-
-
-def _problem(response: httpx.Response) -> dict[str, Any]:
-    if not response.headers.get("content-type", "").startswith("application/problem+json"):
-        return {}
-    try:
-        found = response.json()
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -16,11 +16,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from app.protocol.errors import BadInput, Conflict, EchoError, Gone, Refused, Unauthorized, Unavailable
-from app.protocol.node import CommitAnswer, Report, UploadSlot, WasteReason
+from app.protocol.node import Report, WasteReason
 from app.protocol.pruning import Prune
+from app.protocol.work import CommitAnswer, UploadSlot
 from app.rollout_agent.batch import Group, Sampled, TextSide, TrajectoryFile, score, to_file
-from app.rollout_agent.client import NodeClient, backoff
+from app.rollout_agent.client import NodeClient
 from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.reach import backoff
 
 log = logging.getLogger(__name__)
 

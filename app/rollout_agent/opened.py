@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.protocol.errors import Unavailable
-from app.protocol.node import WorkItem
+from app.protocol.work import WorkItem
 from app.rollout_agent.batch import CUT, Begun, Group
 from app.rollout_agent.engines.base import Completion
 from app.rollout_agent.joining import oldest

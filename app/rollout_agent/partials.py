@@ -16,8 +16,8 @@ from blake3 import blake3
 
 from app.protocol import partial, trajectory
 from app.protocol.errors import EchoError, Gone, IntegrityError, Refused, Unauthorized
-from app.protocol.node import PartialRef, WorkItem
 from app.protocol.trajectory import Rollout
+from app.protocol.work import PartialRef, WorkItem
 from app.rollout_agent.batch import Begun, Group, file_of, rows_of
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.delivery import put_softly

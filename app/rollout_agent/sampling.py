@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from app.protocol.errors import Unavailable
 from app.protocol.job import SamplingSpec
-from app.protocol.node import WorkItem
+from app.protocol.work import WorkItem
 from app.rollout_agent.batch import CUT
-from app.rollout_agent.client import backoff
 from app.rollout_agent.engines.base import Completion, EngineDied, StreamEngine
 from app.rollout_agent.episodes import Answer, play
 from app.rollout_agent.joining import join, sample_seed, spanned
 from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.reach import backoff
 
 log = logging.getLogger(__name__)
 

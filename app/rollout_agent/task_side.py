@@ -9,8 +9,8 @@ import asyncio
 import os
 from pathlib import Path
 
-from app.protocol.job import TaskSpec
 from app.protocol.node import JoinAnswer
+from app.protocol.task_spec import TaskSpec
 from app.rollout_agent.assets import fetch_assets
 from app.rollout_agent.client import NodeClient
 from app.tasks.base import Task

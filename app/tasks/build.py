@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.base import Task
 from app.tasks.names import entry_point, file_name, unknown, wrong_name, wrong_params
 

@@ -86,7 +86,7 @@ class _Served:
         self._prompt = functools.lru_cache(PROMPTS_KEPT)(self._look_up)
 
     def _load(self, ask: _Ask) -> dict[str, Any]:
-        from app.protocol.job import TaskSpec
+        from app.protocol.task_spec import TaskSpec
         from app.tasks.base import is_deterministic, is_multi_turn
         from app.tasks.build import build
 

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from blake3 import blake3
 
 from app.protocol.errors import BadInput, FieldError, IntegrityError, NotFound, TaskFailed
-from app.protocol.job import TaskFile, TaskSpec
+from app.protocol.task_spec import TaskFile, TaskSpec
 from app.tasks.names import file_name, wrong_name, wrong_params
 from app.tasks.registry import check_task
 

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import PurePosixPath
 
 from app.protocol.errors import BadInput, FieldError
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 
 GROUP = "echo2.tasks"
 BUILTIN: tuple[str, ...] = ("jsonl", "poker", "reasoning_gym", "verifiers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.base import Task
 from app.tasks.build import build
 from app.tasks.names import BUILTIN, is_plugin

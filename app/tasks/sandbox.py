@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from app.protocol.errors import BadInput, TaskFailed
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.base import Prompt, Reply, Split, is_unicode
 from app.tasks.worker_process import END_S, WorkerProcess, number_of
 

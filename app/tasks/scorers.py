@@ -66,6 +66,8 @@ def _math() -> Scorer:
         detail = "scorer math needs the package math-verify on the service, the learner and the nodes: echo2[math]"
         raise wrong_params("/scorer", detail) from error
 
+    # None switches off the package's own limits, which rest on a signal and so fail outside the main thread. The limit
+    # is the sandbox's: it ends the process, which a hanging formula needs.
     parse, verify = package.parse, package.verify
 
     def score(answer: str, text: str) -> float:

@@ -21,7 +21,7 @@ from app.learner.model import load, trained_weights
 from app.learner.sampling import eos_ids, sample
 from app.learner.tiny import tiny_model
 from app.protocol.errors import IntegrityError
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.protocol.trajectory import Rollout, encode
 from app.snapshots.codec import decode as decode_snapshot
 from app.snapshots.files import PAYLOAD

@@ -20,8 +20,9 @@ from app.fleet.core import Core
 from app.fleet.supervisor import Supervisor
 from app.main import build_services, create_app
 from app.protocol.learner import TrajectoryRef
-from app.protocol.node import JoinAnswer, UploadSlot, WorkItem
+from app.protocol.node import JoinAnswer
 from app.protocol.trajectory import Rollout, encode
+from app.protocol.work import UploadSlot, WorkItem
 from app.settings import Settings
 from app.storage.models import Event, Job, Lease, LedgerEntry, Node
 from app.storage.models import WorkItem as WorkItemRow

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import select, update
 
 from app.fleet.admission import prompt_at
-from app.protocol.node import UploadSlot, WorkItem
 from app.protocol.pruning import informative
 from app.protocol.trajectory import Rollout, encode
+from app.protocol.work import UploadSlot, WorkItem
 from app.storage.models import Job, PromptStats
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.rig import GROUP, MU, Node_, World

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from app.protocol.node import WorkItem
 from app.protocol.trajectory import Rollout, encode
+from app.protocol.work import WorkItem
 from tests.integration.control.rig import Learner, Node_, World
 
 

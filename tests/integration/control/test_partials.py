@@ -11,9 +11,9 @@ import pytest
 from blake3 import blake3
 from sqlalchemy import select
 
-from app.protocol.node import UploadSlot, WorkItem
 from app.protocol.partial import encode_partial
 from app.protocol.trajectory import Rollout, encode
+from app.protocol.work import UploadSlot, WorkItem
 from app.storage.models import GroupPrint, Node
 from app.storage.models import WorkItem as WorkItemRow
 from tests.integration.control.conftest import BOTH

@@ -13,9 +13,10 @@ from blake3 import blake3
 from sqlalchemy import select
 
 from app.protocol.audits import AuditAnswer
-from app.protocol.node import NodeState, WorkItem
+from app.protocol.node import NodeState
 from app.protocol.partial import encode_partial
 from app.protocol.trajectory import encode
+from app.protocol.work import WorkItem
 from app.storage.models import AuditRow, Cooldown
 from app.storage.models import WorkItem as WorkItemRow
 from tests.integration.control.conftest import BOTH

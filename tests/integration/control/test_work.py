@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from app.protocol.node import WorkItem
 from app.protocol.trajectory import encode
+from app.protocol.work import WorkItem
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.fake_provider import FakeProvider
 from tests.integration.control.rig import MU, PROMPTS, Learner, Node_, World

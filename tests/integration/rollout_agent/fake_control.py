@@ -21,27 +21,21 @@ from starlette.routing import Route
 
 from app.protocol import partial, trajectory
 from app.protocol.errors import EchoError, Gone, Refused, Unauthorized
-from app.protocol.job import SamplingSpec, TaskSpec
-from app.protocol.node import (
-    AssetRef,
+from app.protocol.job import SamplingSpec
+from app.protocol.node import AssetRef, Directives, Heartbeat, JoinAnswer, JoinRequest, Leave, NodeState, Report
+from app.protocol.startup import StartProgress
+from app.protocol.task_spec import TaskSpec
+from app.protocol.work import (
     CommitAnswer,
     CommitRequest,
-    Directives,
-    Heartbeat,
-    JoinAnswer,
-    JoinRequest,
-    Leave,
-    NodeState,
     PartialAnswer,
     PartialRef,
-    Report,
     UploadRequest,
     UploadSlot,
     WorkAnswer,
     WorkItem,
     WorkRequest,
 )
-from app.protocol.startup import StartProgress
 from app.snapshots.manifest import new_key, public_hex
 from app.snapshots.relay import Relay
 from tests.unit.rollout_agent.tiny import JOB, make_model, new_store, publish, write_model_files

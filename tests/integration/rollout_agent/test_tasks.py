@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from app.protocol.job import TaskFile, TaskSpec
+from app.protocol.task_spec import TaskFile, TaskSpec
 from tests.integration.rollout_agent.fake_control import Control, eventually, running
 from tests.integration.rollout_agent.test_agent import agent_of
 

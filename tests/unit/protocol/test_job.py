@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from app.protocol.job import FINAL_STATUSES, JobPatch, JobSpec, JobStatus, SpotSelector
+from app.protocol.job import FINAL_STATUSES, JobSpec, JobStatus
+from app.protocol.job_patch import JobPatch, SpotSelector
 
 MINIMAL: dict[str, Any] = {"model": "tiny", "task": {"name": "reasoning_gym"}, "budget_usd": "5.00"}
 CONTRACT: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from app.protocol import trajectory
-from app.protocol.node import UploadSlot, WorkItem
+from app.protocol.work import UploadSlot, WorkItem
 from app.rollout_agent.batch import Batch
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.engines.base import Completion, GenRequest

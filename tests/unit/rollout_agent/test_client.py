@@ -11,9 +11,11 @@ from blake3 import blake3
 
 from app.protocol import errors
 from app.protocol.errors import BadInput, EchoError, Gone, IntegrityError, Refused, TooLarge, Unavailable
-from app.protocol.node import AssetRef, CommitRequest, JoinRequest, Leave, UploadSlot, WorkRequest
+from app.protocol.node import AssetRef, JoinRequest, Leave
+from app.protocol.work import CommitRequest, UploadSlot, WorkRequest
 from app.rollout_agent.assets import fetch_assets
-from app.rollout_agent.client import BACKOFF_MAX_S, RETRIES, NodeClient, backoff
+from app.rollout_agent.client import RETRIES, NodeClient
+from app.rollout_agent.reach import BACKOFF_MAX_S, backoff
 
 Handler = Callable[[httpx.Request], httpx.Response]
 JOINED: dict[str, Any] = {

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from app.protocol import trajectory
-from app.protocol.job import SamplingSpec, TaskSpec
-from app.protocol.node import UploadSlot, WorkItem
+from app.protocol.job import SamplingSpec
+from app.protocol.task_spec import TaskSpec
+from app.protocol.work import UploadSlot, WorkItem
 from app.rollout_agent.batch import Batch, TextSide, rows_of, sample, score
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, Span
 from app.rollout_agent.engines.transformers import TransformersEngine

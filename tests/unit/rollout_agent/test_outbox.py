@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.protocol.node import WorkItem
+from app.protocol.work import WorkItem
 from app.rollout_agent.batch import Group
 from app.rollout_agent.delivery import Scored
 from app.rollout_agent.engines.base import Completion, Span

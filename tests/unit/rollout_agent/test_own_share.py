@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.protocol.node import UploadSlot, WorkItem
+from app.protocol.work import UploadSlot, WorkItem
 from app.rollout_agent.batch import Batch, Group, Sampled, own_share
 from app.rollout_agent.engines.base import Completion, Span
 from app.rollout_agent.flow import FlowMeter

@@ -10,8 +10,8 @@ import pytest
 
 from app.protocol import partial
 from app.protocol.errors import Gone
-from app.protocol.node import PartialRef, WorkItem
 from app.protocol.trajectory import Rollout
+from app.protocol.work import PartialRef, WorkItem
 from app.rollout_agent.batch import Begun, Group
 from app.rollout_agent.engines.base import Completion, Span
 from app.rollout_agent.ledger import WorkLedger

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.protocol import trajectory
-from app.protocol.node import UploadSlot, WorkItem
 from app.protocol.pruning import Prune, kept
+from app.protocol.work import UploadSlot, WorkItem
 from app.rollout_agent.batch import Group, TextSide
 from app.rollout_agent.delivery import Delivery, Scored
 from app.rollout_agent.engines.base import Completion, Span

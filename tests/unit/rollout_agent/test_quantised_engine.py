@@ -12,7 +12,7 @@ import torch
 
 from app.protocol import trajectory
 from app.protocol.job import SamplingSpec
-from app.protocol.node import UploadSlot, WorkItem
+from app.protocol.work import UploadSlot, WorkItem
 from app.rollout_agent.batch import Batch, sample, to_file
 from app.rollout_agent.engines.base import Completion, GenRequest, Tainted
 from app.rollout_agent.engines.check import check_loaded

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.protocol.errors import BadInput
-from app.protocol.job import TaskLimits, TaskSpec
+from app.protocol.task_spec import TaskLimits, TaskSpec
 from app.storage.stores import FolderStore
 from app.tasks.base import is_multi_turn
 from app.tasks.files import TaskIntake, fetch_files

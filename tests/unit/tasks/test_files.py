@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 from app.protocol.errors import BadInput, IntegrityError
-from app.protocol.job import TaskFile, TaskSpec
+from app.protocol.task_spec import TaskFile, TaskSpec
 from app.storage.stores import FolderStore
 from app.tasks.build import build
 from app.tasks.files import TaskIntake, fetch_files

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.protocol.errors import BadInput, TaskFailed
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.base import is_heldout
 from app.tasks.registry import load_task
 from app.tasks.sandbox import SandboxTask

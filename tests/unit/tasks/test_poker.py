@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.protocol.errors import BadInput
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.base import Prompt, is_multi_turn
 from app.tasks.poker import Deal, PokerTask, all_deals, chance, opponent_action
 from app.tasks.poker_rules import MOST_CHIPS, Action, State, payoff, play, read_action

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from app.protocol.errors import BadInput, TaskFailed
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.base import is_deterministic, is_multi_turn
 from app.tasks.registry import load_task
 from app.tasks.sandbox import SandboxTask
@@ -367,7 +367,7 @@ def test_its_processes_die_with_a_parent_that_is_killed(folder: Path):
     code = textwrap.dedent(f"""
         import sys, threading
         from pathlib import Path
-        from app.protocol.job import TaskSpec
+        from app.protocol.task_spec import TaskSpec
         from app.tasks.registry import load_task
         spec = TaskSpec(name="x.py:Plain", limits={{"timeout_s": 60, "processes": 1}})
         task = load_task(spec, 0, Path({str(folder)!r}))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from app.protocol.errors import BadInput
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.reasoning_gym import is_heldout
 from app.tasks.registry import TASKS, load_task
 

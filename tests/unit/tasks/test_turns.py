@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from app.protocol.errors import BadInput, TaskFailed
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.base import Prompt
 from app.tasks.prompts import encode_prompt, encode_reply
 from app.tasks.registry import load_task

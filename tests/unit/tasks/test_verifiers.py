@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.protocol.errors import BadInput
-from app.protocol.job import TaskSpec
+from app.protocol.task_spec import TaskSpec
 from app.tasks.base import is_heldout, is_multi_turn
 from app.tasks.registry import is_sandboxed
 from app.tasks.verifiers import VerifiersTask

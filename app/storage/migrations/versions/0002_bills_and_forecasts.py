@@ -10,6 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Go to this revision: bills of the providers, forecasts over budget."""
     op.create_table(
         "provider_bills",
         sa.Column("lease_id", sa.String(), nullable=False),
@@ -29,6 +30,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     with op.batch_alter_table("jobs", schema=None) as batch_op:
         batch_op.drop_column("forecast_over")
     with op.batch_alter_table("provider_bills", schema=None) as batch_op:

@@ -10,6 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Go to this revision: notices of providers, notifications to users."""
     op.create_table(
         "outbox",
         sa.Column("job_id", sa.String(), nullable=False),
@@ -25,6 +26,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     op.drop_column("leases", "endangered_since")
     with op.batch_alter_table("outbox", schema=None) as batch_op:
         batch_op.drop_index(batch_op.f("ix_outbox_next_at"))

@@ -10,6 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Go to this revision: what was agreed with hosts, what they announce, when they end."""
     with op.batch_alter_table("leases", schema=None) as batch_op:
         batch_op.add_column(sa.Column("agreed_micros_h", sa.BigInteger(), nullable=False, server_default="0"))
         batch_op.add_column(sa.Column("start_micros_h", sa.BigInteger(), nullable=False, server_default="0"))
@@ -19,6 +20,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     with op.batch_alter_table("leases", schema=None) as batch_op:
         for name in ("announced_id", "announced_micros_h", "host_ends_at", "start_micros_h", "agreed_micros_h"):
             batch_op.drop_column(name)

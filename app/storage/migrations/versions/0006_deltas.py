@@ -10,6 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Go to this revision: deltas of versions, and what they saved."""
     for name in ("delta_base", "delta_bytes", "delta_chunks"):
         op.add_column("snapshots", sa.Column(name, sa.BigInteger(), nullable=True))
     op.add_column("snapshots", sa.Column("delta_stored", sa.Boolean(), nullable=False, server_default=sa.false()))
@@ -21,6 +22,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     for name in ("bytes_saved", "deltas_applied"):
         op.drop_column("nodes", name)
     op.drop_column("jobs", "publish_bytes")

@@ -10,6 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Go to this revision: held-out prompts that the fleet answers, and what came of them."""
     op.create_table(
         "exam_items",
         sa.Column("id", sa.String(), nullable=False),
@@ -38,6 +39,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     op.drop_column("evaluations", "scores")
     op.drop_column("evaluations", "by")
     for name in ("exam_step", "eval_step", "eval_prompts"):

@@ -15,12 +15,14 @@ COLUMNS = {
 
 
 def upgrade() -> None:
+    """Go to this revision: what links carry, as measured."""
     for table, names in COLUMNS.items():
         for name in names:
             op.add_column(table, sa.Column(name, sa.Double(), nullable=True))
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     for table, names in COLUMNS.items():
         for name in reversed(names):
             op.drop_column(table, name)

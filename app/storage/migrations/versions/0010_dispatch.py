@@ -20,6 +20,7 @@ ITEM_COLUMNS = {
 
 
 def upgrade() -> None:
+    """Go to this revision: groups that other nodes go on with, group sizes, statistics of prompts, tokens of no use."""
     for name, kind in ITEM_COLUMNS.items():
         op.add_column("work_items", sa.Column(name, kind(), nullable=True))
     op.add_column("work_items", sa.Column("written_by", sa.JSON(), nullable=False, server_default="[]"))
@@ -51,6 +52,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     op.drop_table("group_prints")
     op.drop_table("prompt_stats")
     for name in ("failure_rate", "length_mean", "tokens_wasted"):

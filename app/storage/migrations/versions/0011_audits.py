@@ -14,6 +14,7 @@ VALUES = ("audit_rms", "audit_kl", "quarantined_at")
 
 
 def upgrade() -> None:
+    """Go to this revision: audits of groups, and what they say of nodes."""
     op.create_table(
         "audits",
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
@@ -44,6 +45,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     for name in ("caught", *reversed(VALUES), *reversed(SUMS), *reversed(COUNTS)):
         op.drop_column("nodes", name)
     op.drop_index(op.f("ix_audits_job_id"), "audits")

@@ -25,10 +25,12 @@ def _columns() -> tuple[sa.Column[Any], ...]:
 
 
 def upgrade() -> None:
+    """Go to this revision: how far a machine's start has come, and what it has."""
     for column in _columns():
         op.add_column("leases", column)
 
 
 def downgrade() -> None:
+    """Go back to the revision before; what only this one holds is lost."""
     for column in reversed(_columns()):
         op.drop_column("leases", column.name)
