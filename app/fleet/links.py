@@ -15,6 +15,10 @@ BAND = 0.2
 """What a link is taken for is kept while the measurements stay within this share of it."""
 SURE = 1.3
 """An end that was seen to carry so many times the rate of a hop isn't what limits the hop."""
+BELIEVED = 4.0
+"""A node may say that its link carried so many times what is advertised: more is not told, but made up."""
+BURST_S = 60.0
+UNKNOWN_MBPS = 10_000.0
 WEIGHT = 0.5
 """Share of a new measurement. The sender has averaged it over its windows already."""
 
@@ -34,6 +38,16 @@ class Link:
     def mbps(self) -> float:
         """What to reckon with."""
         return self.advertised if self.used is None else self.used
+
+
+def believed_bytes(said: int, counted: int, advertised_mbps: float, seconds: float) -> int:
+    """Bytes that a machine is charged for, of those that its node says it has moved since it began.
+
+    Traffic is money, and a node's word: what no such link can have carried in that time is left out until the
+    provider's own bill tells. Never less than `counted`, what it was charged for before.
+    """
+    most = BELIEVED * (advertised_mbps or UNKNOWN_MBPS) * 1e6 / 8 * (max(0.0, seconds) + BURST_S)
+    return max(counted, min(said, int(most)))
 
 
 def wire_mbps(payload_bytes_per_s: float) -> float:

@@ -12,7 +12,7 @@ import secrets
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import starts, tokens
+from app.fleet import links, starts, tokens
 from app.fleet.estimates import smooth, weight
 from app.fleet.leases import UNFIT_S, token_hash
 from app.fleet.measured import take_node
@@ -217,8 +217,9 @@ class Nodes(Roster):
         node.reason = beat.detail
         if beat.start is not None:
             starts.take(lease, beat.start, now)
-        lease.download_bytes = max(lease.download_bytes, beat.bytes_down)
-        lease.upload_bytes = max(lease.upload_bytes, beat.bytes_up)
+        paid_s = now - (lease.gpu_since or lease.created_at)
+        lease.download_bytes = links.believed_bytes(beat.bytes_down, lease.download_bytes, lease.down_mbps, paid_s)
+        lease.upload_bytes = links.believed_bytes(beat.bytes_up, lease.upload_bytes, lease.up_mbps, paid_s)
 
     async def _broadcast_done(self, session: AsyncSession, job: Job) -> int | None:
         """If every active node has a version, its broadcast (and that of older ones) is over."""

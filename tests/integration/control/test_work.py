@@ -278,6 +278,16 @@ async def test_a_file_that_comes_after_its_node_left_is_no_event(control: World)
     assert (await control.node_row(node.id)).files_refused == 0
 
 
+async def test_what_no_link_can_have_carried_is_not_charged(control: World) -> None:
+    job_id = await control.create()
+    _, (node,) = await control.running(job_id)
+    node.down = node.up = 2**53 - 1
+    await node.beat()
+    (lease,) = await control.leases()
+    assert 0 < lease.download_bytes < 10**13
+    assert 0 < lease.upload_bytes < 10**13
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fleet.links import BAND, Link, culprit, hop, learn, wire_mbps
+from app.fleet.links import BAND, Link, believed_bytes, culprit, hop, learn, wire_mbps
 from app.fleet.topology import Member, arrange
 
 MBPS = st.floats(1.0, 10_000.0)
@@ -164,3 +164,20 @@ def test_who_receives_slowly_stands_behind_who_sends_slowly() -> None:
     slow = {"a": {"down_mbps": 20.0}, "b": {"up_mbps": 20.0}}
     places = arrange(100.0, [replace(m, **slow.get(m.node_id, {})) for m in members])
     assert sorted(places, key=lambda n: places[n].position) == ["c", "d", "e", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("said", "counted", "mbps", "seconds", "charged"),
+    [
+        (10**9, 0, 100.0, 3600.0, 10**9),
+        (2**53 - 1, 0, 100.0, 3600.0, 183_000_000_000),
+        (2**53 - 1, 0, 100.0, -5.0, 3_000_000_000),
+        (0, 10**9, 100.0, 0.0, 10**9),
+        (10**12, 0, 0.0, 3600.0, 10**12),
+        (2**53 - 1, 0, 0.0, 0.0, 300_000_000_000),
+    ],
+)
+def test_no_more_is_charged_than_a_link_can_have_carried(
+    said: int, counted: int, mbps: float, seconds: float, charged: int
+) -> None:
+    assert believed_bytes(said, counted, mbps, seconds) == charged
