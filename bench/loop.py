@@ -3,14 +3,16 @@
 The service, the local marketplace and its machines run as in `make demo`, without its incidents. The model is a larger
 one of the tiny model's kind, warmed up the same way: with the tiny one, a step takes less time than a version needs to
 reach the nodes, and no number of nodes can then keep a learner busy. The machines are slowed down by `--speed`, so that
-a job needs several of them and what is rented can come near to what is needed. Left out of the figures: the first
-`--warm` steps. The last line is one JSON object.
+a job needs several of them and what is rented can come near to what is needed. Learner and service have one half of the
+cores, the machines the other: on shared cores a step takes the longer the more machines there are, and what is needed
+would follow what is rented. Left out of the figures: the first `--warm` steps. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import statistics
@@ -59,9 +61,16 @@ def slower(speed: float) -> Path:
     return path.absolute()
 
 
+def halves() -> tuple[set[int], set[int]]:
+    """The cores of the learner's side and of the machines; all for both where there is only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    return set(cores[:half]), set(cores[half:] or cores)
+
+
 @contextmanager
-def marketplace(stage: Stage, machines: Path) -> Iterator[None]:
-    """A marketplace of our own, which the service finds at its address."""
+def marketplace(stage: Stage, machines: Path, cores: set[int]) -> Iterator[None]:
+    """A marketplace of our own, which the service finds at its address. Its machines stay on its cores."""
     command = [sys.executable, "-m", "app.cli", "marketplace", "--port", str(stage.market_port), "--control"]
     state = FOLDER.absolute() / "market"
     shutil.rmtree(state, ignore_errors=True)
@@ -72,6 +81,7 @@ def marketplace(stage: Stage, machines: Path) -> Iterator[None]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    os.sched_setaffinity(process.pid, cores)
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline and process.poll() is None:
@@ -138,8 +148,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32)
     options = parser.parse_args(arguments)
     model = tiny_model(MODELS, LARGER)
+    own, others = halves()
+    os.environ["OMP_NUM_THREADS"] = str(len(own))
+    os.sched_setaffinity(0, own)
     stage = Stage(free_port(), free_port())
-    with marketplace(stage, slower(options.speed)), service(stage), client(stage.control_url, stage.admin_key) as http:
+    with (
+        marketplace(stage, slower(options.speed), others),
+        service(stage),
+        client(stage.control_url, stage.admin_key) as http,
+    ):
         posted = unwrap(http.post("/v1/jobs", json=spec(model, options.steps, options.staleness, options.prompts)))
         job, seen = follow(http, posted["id"], options.warm)
         steps = pages(http, f"/v1/jobs/{posted['id']}/steps")

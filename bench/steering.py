@@ -41,7 +41,7 @@ class Case:
 
     @property
     def kappa(self) -> int:
-        """The publish period."""
+        """The publish period at first."""
         return max(1, self.staleness - 1)
 
     @property
@@ -56,6 +56,7 @@ CASES = (
     Case("deltas, S=3", 300.0, 20.0, 128, 16, 3),
     Case("slow links, S=4", 100.0, 270.0, 64, 8, 4),
     Case("near the limit, S=3", 100.0, 195.0, 64, 8, 3),
+    Case("a tight period, S=3", 130.0, 52.0, 32, 8, 3),
 )
 
 
@@ -81,6 +82,7 @@ class Run:
     rng: random.Random
     now: float = 0.0
     step: int = 0
+    published: int = 0
     version: int = 0
     nodes: dict[str, Node] = field(default_factory=dict)
     stock: list[int] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Run:
     waiting_since: float = 0.0
     history: list[steering.Seen] = field(default_factory=list)
     aim: tuple[float | None, int] = (None, 0)
+    kappa: int = 1
     dropped: int = 0
     spent: float = 0.0
     order: itertools.count[int] = field(default_factory=itertools.count)
@@ -109,14 +112,15 @@ def control(run: Run) -> None:
     """One tick: how much, and which machines."""
     case = run.case
     need = capacity.plan(
-        rollouts=case.rollouts, kappa=case.kappa, staleness=case.staleness, gamma=case.gamma, t_train=case.t_train,
+        rollouts=case.rollouts, kappa=run.kappa, staleness=case.staleness, gamma=case.gamma, t_train=case.t_train,
         t_bcast=case.t_bcast,
     )  # fmt: skip
     aim = steering.steer(
-        run.aim, eq2=need.mu_target, rollouts=case.rollouts, gamma=case.gamma, t_train=case.t_train, kappa=case.kappa,
+        run.aim, eq2=need.mu_target, rollouts=case.rollouts, gamma=case.gamma, t_train=case.t_train, kappa=run.kappa,
+        allowed=steering.periods(case.kappa, fixed=not run.steer, t_train=case.t_train, t_bcast=case.t_bcast),
         steps=run.history[-steering.LONGEST_WINDOW :], bound=0.05 if run.steer else 0.0,
     )  # fmt: skip
-    run.aim = (aim.factor, aim.since_step)
+    run.aim, run.kappa = (aim.factor, aim.since_step), aim.kappa
     unit = case.rollouts / case.t_train / 12
     running = [
         activation.Running(
@@ -182,7 +186,7 @@ def train(run: Run) -> None:
 
 def simulate(case: Case, *, steer: bool, seed: int) -> dict[str, float]:
     """One run; what it came to after the warm-up."""
-    run = Run(case, steer, random.Random(seed))
+    run = Run(case, steer, random.Random(seed), kappa=case.kappa)
     run.at(0.0, "tick")
     began = spent = 0.0
     while run.step < HORIZON:
@@ -198,7 +202,8 @@ def simulate(case: Case, *, steer: bool, seed: int) -> dict[str, float]:
             run.stock += [int(data[1])] * int(data[0])
         elif kind == "trained":
             run.training, run.step, run.waiting_since = False, run.step + 1, run.now
-            if run.step % case.kappa == 0:
+            if run.step - run.published >= run.kappa:
+                run.published = run.step
                 run.at(case.t_bcast, "arrived", float(run.step))
             if run.step == WARM:
                 began, spent = run.now, run.spent
@@ -212,7 +217,8 @@ def simulate(case: Case, *, steer: bool, seed: int) -> dict[str, float]:
     bubble, dropped, pool = steering.measured(window)
     return {
         "bubble": bubble, "dropped": dropped, "pool_over_consumption": pool / (case.rollouts / case.t_train),
-        "usd_per_step": (run.spent - spent) / (HORIZON - WARM), "hours": (run.now - began) / 3600,
+        "kappa": float(run.kappa), "usd_per_step": (run.spent - spent) / (HORIZON - WARM),
+        "hours": (run.now - began) / 3600,
     }  # fmt: skip
 
 
@@ -222,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args(argv)
     rows = []
-    print(f"{'job':<22}{'held at':<12}{'bubble':>8}{'dropped':>9}{'Σμ/(R/T)':>10}{'$/step':>9}")
+    print(f"{'job':<22}{'held at':<12}{'bubble':>8}{'dropped':>9}{'Σμ/(R/T)':>10}{'$/step':>9}{'κ':>5}")
     for case in CASES:
         for steer in (False, True):
             runs = [simulate(case, steer=steer, seed=seed) for seed in range(options.seeds)]
@@ -231,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append({"case": case.name, "held_at": name, **{k: round(v, 4) for k, v in mean.items()}})
             print(
                 f"{case.name:<22}{name:<12}{mean['bubble']:>8.2%}{mean['dropped']:>9.2%}"
-                f"{mean['pool_over_consumption']:>10.2f}{mean['usd_per_step']:>9.4f}",
+                f"{mean['pool_over_consumption']:>10.2f}{mean['usd_per_step']:>9.4f}{mean['kappa']:>5.1f}",
                 flush=True,
             )
     print(json.dumps({"rows": rows}))

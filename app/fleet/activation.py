@@ -49,11 +49,11 @@ class Policy:
 
     rent_below: float = 1.0
     """Rent only when the pool lies below this share of the target, and then up to the target."""
-    surplus: float = 1.25
-    """Release only from a pool that lies above this multiple of the target."""
-    keep: float = 1.1
-    """A release leaves at least this multiple of the target, so that noise does not rent again what was just given
-    back. In a pool that has settled as a whole the target itself is enough."""
+    surplus: float = 1.26
+    """Release only from a pool that lies above this multiple of what would rent again, `rent_below` of the target."""
+    keep: float = 1.12
+    """A release leaves at least this multiple of the same, so that noise does not rent again what was just given back,
+    and never less than the target. In a pool that has settled as a whole the target itself is enough."""
     min_life_s: float = 120.0
     """No lease is given back for price or surplus before that."""
     settle_lives: float = 60.0
@@ -195,13 +195,14 @@ def _cover_decision(cover: Sequence[Candidate], endangered: Mapping[str, Running
 
 
 def _surplus(running: Sequence[Running], planned: float, target: float, policy: Policy) -> tuple[str, str] | None:
-    """The dearest machine that the pool can do without."""
+    """The dearest machine that the pool can do without: what works without it must be enough, not what still boots."""
     old = [r for r in running if r.ready and r.age_s >= policy.min_life_s]
+    working = sum(r.candidate.mu for r in running if r.ready)
     settled = all(r.age_s >= policy.settle_s for r in running)
-    floor = target if settled else policy.keep * target
+    rents = policy.rent_below * target
+    floor = target if settled else max(target, policy.keep * rents)
     for r in sorted(old, key=lambda r: -r.candidate.rho):
-        left = planned - r.candidate.mu
-        if left >= floor and planned > policy.surplus * target:
+        if working - r.candidate.mu >= floor and planned > policy.surplus * rents:
             return r.candidate.key, f"pool {planned:.4g} > target {target:.4g}, dearest ρ"
     return None
 

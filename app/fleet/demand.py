@@ -1,4 +1,4 @@
-"""How much throughput a job needs now: Eq. 2 with what was measured, and the aim that steering makes of it.
+"""How much throughput a job needs now: Eq. 2 with what was measured, and the aim and κ that steering makes of it.
 
 Invariant: what is decided here is kept in the job's row, so that the API shows it and a restart goes on with it.
 """
@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import capacity, estimates, measured, sight, steering
 from app.fleet.core import Core
-from app.protocol.job import JobSpec
+from app.protocol.job import JobSpec, period
 from app.protocol.node import NodeState
 from app.storage.models import Job, Step
 
@@ -62,7 +62,7 @@ class Demand:
         return aim.target
 
     async def _steer(self, session: AsyncSession, job: Job, spec: JobSpec, eq2: float) -> steering.Aim:
-        """The aim by what the newest steps showed; a move of it is an event."""
+        """The aim by what the newest steps showed; a move of it, or of κ, is an event."""
         state = job.capacity.get("steering_state", [None, 0])
         query = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(steering.LONGEST_WINDOW)
         steps = [
@@ -76,10 +76,21 @@ class Demand:
             gamma=spec.safety_factor,
             t_train=job.t_train or 1.0,
             kappa=job.publish_period,
+            allowed=steering.periods(
+                period(job.staleness_budget, spec.publish_period),
+                fixed=spec.publish_period is not None,
+                t_train=job.t_train or 1.0,
+                t_bcast=job.t_bcast,
+            ),
             steps=steps,
             bound=self.core.settings.bubble_bound,
         )
-        if aim.moved:
+        if aim.kappa != job.publish_period:
+            self.core.emit(
+                session, job.id, "publish_period_steered", aim.why, before=job.publish_period, now=aim.kappa
+            )
+            job.publish_period = aim.kappa
+        elif aim.moved:
             self.core.emit(
                 session, job.id, "capacity_steered",
                 f"the pool is held at {aim.target:.4g} rollouts/s (Eq. 2: {eq2:.4g}, R/T_train: {aim.knee:.4g}): "

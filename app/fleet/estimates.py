@@ -132,8 +132,8 @@ def smooth(old: float | None, new: float, weight: float) -> float:
 
 
 def weight(sample_s: float) -> float:
-    """Share of a new sample that took `sample_s` seconds: the average spans at least 10 samples and half a minute."""
-    return min(0.1, max(0.02, sample_s / 30))
+    """Share of a new sample that took `sample_s` seconds: the average spans at least 10 samples and ten seconds."""
+    return min(0.1, max(0.02, sample_s / 10))
 
 
 def broadcast_time(size: int, nodes: int, uplink_mbps: float, node_mbps: float, hop_s: float = 0.05) -> float:

@@ -4,13 +4,17 @@ Eq. 2 supposes that nodes stand still during a broadcast; ours go on under the o
 about R / T_train upward and Eq. 2 asks for κT_train / (κT_train − T_bcast) times as much
 (`bench.steering` simulates both).
 How much is needed in truth is measured: the bubble ratio says too little, a learner that never waits says enough.
+A learner that waits although the pool makes what it consumes waits for a version: of the S + 1 steps that a version
+may be trained on, κ go by before the next, and one T_train is left for broadcast, sampling and queueing at κ = S − 1.
+Where a broadcast fits into a shorter period, that is tried first: it costs traffic, not machines.
 
-Invariant: the aim lies between γ·R/T_train and twice that; it moves at most once a window of steps, and upward only
-when the pool really delivered what was asked for and the learner waited all the same.
+Invariant: the aim lies between γ·R/T_train and twice that; it or κ moves at most once a window of steps, and upward
+only when the pool really delivered what was asked for and the learner waited all the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +32,10 @@ DROPS = 0.03
 """More than this share of rollouts dropped as stale is a surplus, however seldom the learner waits."""
 DELIVERS = 0.95
 """A pool that delivers less than this share of the aim says nothing about the aim."""
+ROOM = 1.5
+"""A period that is to be shorter holds a broadcast this many times, so that the links can breathe."""
+TIGHT = 1.1
+"""A period that holds its broadcast less often than this is too short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +64,28 @@ class Aim:
     knee: float
     """R / T_train."""
     why: str
+    kappa: int = 1
+    """The publish period from now on."""
     moved: bool = False
-    """Whether this look moved it."""
+    """Whether this look moved the aim or κ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Periods:
+    """What the publish period may be. `least`: it has to be longer if it is less; `shortest`: it may go down to that;
+    `longest`: κ = S − 1, or what the owner fixed."""
+
+    least: int
+    shortest: int
+    longest: int
+
+
+def periods(longest: int, *, fixed: bool, t_train: float, t_bcast: float | None) -> Periods:
+    """Of a job whose owner fixed the period, or whose broadcasts nobody has measured yet: `longest` alone."""
+    if fixed or t_bcast is None:
+        return Periods(longest, longest, longest)
+    shortest, least = (min(longest, max(1, math.ceil(room * t_bcast / t_train))) for room in (ROOM, TIGHT))
+    return Periods(least, shortest, longest)
 
 
 def steer(
@@ -68,6 +96,7 @@ def steer(
     gamma: float,
     t_train: float,
     kappa: int,
+    allowed: Periods,
     steps: Sequence[Seen],
     bound: float,
 ) -> Aim:
@@ -75,20 +104,26 @@ def steer(
     consumption.
 
     `before` is (factor, since_step) of the last aim, (None, 0) at first; `eq2` the target that the capacity rule gives;
-    `rollouts` R; `t_train` seconds; `steps` ascending; `bound` the share of the learner's time that it may wait; 0
-    switches steering off.
+    `rollouts` R; `t_train` seconds; `kappa` κ now; `steps` ascending; `bound` the share of the learner's time that it
+    may wait; 0 switches steering off.
     """
     knee = rollouts / t_train
     floor = gamma * knee
     last = steps[-1].step if steps else 0
     if bound <= 0:
-        return Aim(None, last, eq2, knee, "Eq. 2: steering is off")
+        return Aim(None, last, eq2, knee, "Eq. 2: steering is off", kappa)
     kept, since = before[0], min(before[1], last)
     factor = min(MOST, max(1.0, eq2 / floor if kept is None else kept))
 
     def stay(why: str) -> Aim:
-        return Aim(kept, since, factor * floor, knee, why)
+        return Aim(kept, since, factor * floor, knee, why, kappa)
 
+    def every(period: int, why: str) -> Aim:
+        # The factor is kept from now on: of Eq. 2 a shorter period would ask for more machines.
+        return Aim(factor, last, factor * floor, knee, f"{why}: κ {kappa} → {period}", period, moved=True)
+
+    if kappa < allowed.least:
+        return every(kappa + 1, f"a broadcast does not fit into {kappa} steps")
     # The first step waits for the first machines: that is start-up, not a bubble.
     window = [s for s in steps if s.step > max(1, since)][-LONGEST_WINDOW:]
     enough = max(WINDOW_STEPS, 2 * kappa)
@@ -97,6 +132,8 @@ def steer(
     bubble, dropped, pool = measured(window)
     told = f"waits {bubble:.1%}, drops {dropped:.1%} over {len(window)} steps"
     if bubble > bound:
+        if pool >= DELIVERS * knee and kappa > allowed.shortest:
+            return every(kappa - 1, f"{told}, though the pool delivered {pool:.4g}")
         if pool < DELIVERS * factor * floor:
             return stay(f"{told}; the pool delivered {pool:.4g}, less than the aim: no reason to ask for more")
         if factor >= MOST:
@@ -109,7 +146,7 @@ def steer(
         return stay(f"{told}: close to the bound of {bound:.0%}")
     if abs(new - factor) < 1e-9:
         return stay(f"{told}; as {what} as it may be")
-    return Aim(new, last, new * floor, knee, f"{told}: {what}", moved=True)
+    return Aim(new, last, new * floor, knee, f"{told}: {what}", kappa, moved=True)
 
 
 def measured(window: Sequence[Seen]) -> tuple[float, float, float]:

@@ -7,7 +7,8 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -94,16 +95,46 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def busy(engine: VllmEngine) -> list[asyncio.Task[Completion]]:
-    """More than it can run at once, so that there is work for some seconds, and some of it under way."""
-    tasks = [sample(engine, i, max_tokens=230) for i in range(60)]
-    async with asyncio.timeout(60):
-        while (await engine.load_figures()).running < 8:
+@dataclass
+class Crowd:
+    """More requests than it can run at once, a new one for each that ended: whenever one looks, some are under way."""
+
+    made: list[tuple[int, Completion]] = field(default_factory=list)
+    errors: list[Unavailable] = field(default_factory=list)
+    asked: int = 0
+    over: bool = False
+
+    @property
+    def cut(self) -> list[tuple[int, Completion]]:
+        """Those that came back before they were finished."""
+        return [(i, c) for i, c in self.made if c.finish_reason == "abort"]
+
+    async def one_after_the_other(self, engine: VllmEngine) -> None:
+        while not self.over:
+            self.asked += 1
+            i = self.asked
+            try:
+                self.made.append((i, await sample(engine, i, max_tokens=230)))
+            except Unavailable as error:
+                self.errors.append(error)
+                return
+
+
+@asynccontextmanager
+async def crowd(engine: VllmEngine) -> AsyncIterator[Crowd]:
+    """At the end all of them are answered, or have failed."""
+    found = Crowd()
+    async with asyncio.timeout(90), asyncio.TaskGroup() as tasks:
+        for _ in range(40):
+            tasks.create_task(found.one_after_the_other(engine))
+        while True:
+            if (await engine.load_figures()).running >= 8:
+                break
             await asyncio.sleep(0.02)
-            for task in tasks:
-                if task.done():
-                    task.result()
-    return tasks
+        try:
+            yield found
+        finally:
+            found.over = True
 
 
 async def until_none(engine: VllmEngine, timeout_s: float = 20.0) -> None:
@@ -178,14 +209,14 @@ async def test_nobody_without_the_key_reaches_it(engine: VllmEngine) -> None:
 
 
 async def test_figures_and_abort(engine: VllmEngine, world: World) -> None:
-    tasks = await busy(engine)
-    assert (await engine.load_figures()).running <= 16
-    await engine.abort()
-    made = await asyncio.gather(*tasks)
-    cut = [(i, c) for i, c in enumerate(made) if c.finish_reason == "abort"]
-    assert cut
-    assert all(len(c.token_ids) == len(c.logprobs) < 230 for _, c in cut)
-    assert max(world.off(prompt(i), c) for i, c in cut if c.token_ids) <= AGREES
+    async with crowd(engine) as under_way:
+        assert (await engine.load_figures()).running <= 16
+        async with asyncio.timeout(30):
+            # A request that ends by itself on the way there was not cut.
+            while not any(c.token_ids for _, c in under_way.cut):
+                await engine.abort()
+    assert all(len(c.token_ids) == len(c.logprobs) < 230 for _, c in under_way.cut)
+    assert max(world.off(prompt(i), c) for i, c in under_way.cut if c.token_ids) <= AGREES
     assert (await sample(engine, 1)).finish_reason in ("stop", "length"), "new ones are taken after"
 
 
@@ -240,15 +271,13 @@ async def test_resubmit_gives_partials_that_continue(world: World, engine: VllmE
     snapshot = world.publish(1)
     engine._options = replace(engine._options, on_swap="resubmit")
     try:
-        tasks = await busy(engine)
-        await engine.install(snapshot.payload_path, snapshot.manifest, 1)
-        made = list(enumerate(await asyncio.gather(*tasks)))
+        async with crowd(engine) as under_way, asyncio.timeout(60):
+            while not any(c.token_ids for _, c in under_way.cut):
+                await engine.install(snapshot.payload_path, snapshot.manifest, 1)
     finally:
         engine._options = replace(engine._options, on_swap="continue")
-    cut = [(i, c) for i, c in made if c.finish_reason == "abort"]
-    assert any(c.token_ids for _, c in cut)
-    for i, c in cut[:12]:
-        assert [s.version for s in c.spans] == [0] * bool(c.token_ids)
+    for i, c in under_way.cut[:12]:
+        assert len(c.spans) == bool(c.token_ids), "nothing goes on under another version"
         rest = await engine.sample([*prompt(i), *c.token_ids], seed=i, max_tokens=20, temperature=1.0)
         assert [s.version for s in rest.spans] == [1]
         assert world.off([*prompt(i), *c.token_ids], rest) <= AGREES
@@ -256,19 +285,15 @@ async def test_resubmit_gives_partials_that_continue(world: World, engine: VllmE
 
 async def test_weights_that_are_not_the_learners_end_the_engine(engine: VllmEngine, world: World) -> None:
     snapshot = world.publish(2, probe_of=3)
-    tasks = await busy(engine)
-    with pytest.raises(Tainted, match="nats off"):
-        await engine.install(snapshot.payload_path, snapshot.manifest, 2)
-    assert engine.version is None
-    assert engine.pid is None
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert any(isinstance(made, Completion) and made.finish_reason == "abort" for made in results), "partials are saved"
-    for i, made in enumerate(results):
-        if isinstance(made, Completion):
-            assert {s.version for s in made.spans} <= {0}, "nothing of the version that was none is given out"
-            assert not made.token_ids or world.off(prompt(i), made) <= AGREES
-        else:
-            assert isinstance(made, Unavailable)
+    async with crowd(engine) as under_way:
+        with pytest.raises(Tainted, match="nats off"):
+            await engine.install(snapshot.payload_path, snapshot.manifest, 2)
+        assert engine.version is None
+        assert engine.pid is None
+    assert under_way.cut, "partials are saved"
+    for i, made in under_way.made:
+        assert {s.version for s in made.spans} <= {0}, "nothing of the version that was none is given out"
+        assert not made.token_ids or world.off(prompt(i), made) <= AGREES
     with pytest.raises(Unavailable):
         await sample(engine, 1)
     await engine.load(world.folder)
@@ -295,11 +320,10 @@ async def test_a_payload_that_lacks_a_layer_is_tainted_and_mended(
 async def test_a_killed_engine_is_noticed_and_comes_back(engine: VllmEngine, world: World, victim: str) -> None:
     assert engine.pid is not None
     host = engine.pid
-    tasks = await busy(engine)
-    os.kill(victim_of(host, victim), signal.SIGKILL)
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert any(isinstance(r, EngineDied) for r in results)
-    await until_none(engine)
+    async with crowd(engine) as under_way:
+        os.kill(victim_of(host, victim), signal.SIGKILL)
+        await until_none(engine)
+    assert any(isinstance(error, EngineDied) for error in under_way.errors)
     with pytest.raises(Unavailable):
         await sample(engine, 1)
     assert not await engine.healthy(2.0)

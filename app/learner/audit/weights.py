@@ -80,9 +80,10 @@ def audit_device(wanted: str, *, spread: bool) -> torch.device:
 
 
 def kept(spec: JobSpec) -> int:
-    """How many of the newest published versions an auditor can need: those that admissible rollouts may be of, and one
-    for those that come late; at most MOST, for each is a copy of the model on the learner's disk."""
+    """How many of the newest published versions an auditor can need: those that admissible rollouts may be of at the
+    shortest publish period that there may be, and one for those that come late; at most MOST, for each is a copy of the
+    model on the learner's disk."""
     if spec.trust.off:
         return 2
     budgets = range(1, spec.staleness_budget + 1) if spec.adaptive else [spec.staleness_budget]
-    return min(MOST, max(s // period(s, spec.publish_period) for s in budgets) + 2)
+    return min(MOST, max(s // period(s, spec.publish_period or 1) for s in budgets) + 2)

@@ -142,8 +142,7 @@ class VllmEngine:
             await life.http.pause("keep" if self._options.on_swap == "continue" else "abort")
             check_report(await life.http.load_weights(str(file)), len(manifest.weights))
             await life.http.label(version)
-            await life.http.resume()
-            await self._probe(life, manifest, str(version), BASE_NAME)
+            await self._resume_with_probe(life, manifest, version)
             good = True
         except (EchoError, LookupError, TypeError, ValueError) as error:
             raise Tainted(f"v{version} did not go into the engine: {_said(error)}"[:500]) from error
@@ -156,6 +155,16 @@ class VllmEngine:
                     self._version = None
                 # Cancelled or not: what has these weights must not go on.
                 await asyncio.shield(life.condemn(version))
+
+    async def _resume_with_probe(self, life: Life, manifest: Manifest, version: int) -> None:
+        """The probe is sent while the scheduler still stands, so that it is in the first step and waits for no other:
+        that step fills the caches of all that runs, and takes its time."""
+        try:
+            async with asyncio.TaskGroup() as calls:
+                calls.create_task(self._probe(life, manifest, str(version), BASE_NAME))
+                calls.create_task(life.http.resume())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
 
     async def _adapt(self, adapters: Adapters, file: Path, manifest: Manifest, version: int) -> None:
         """Bring an adapter beside the one in force; if it is not the learner's, it never gets into force."""

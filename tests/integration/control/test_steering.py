@@ -52,3 +52,16 @@ async def test_the_aim_survives_a_restart_of_the_control_service(control: World)
     after = (await control.get(f"/v1/jobs/{job_id}/fleet"))["capacity"]
     assert after["mu_steered"] == pytest.approx(aim, rel=0.2)
     assert after["mu_steered"] < after["mu_target"]
+
+
+@pytest.mark.parametrize(("fixed", "after"), [(None, 1), (2, 2)])
+async def test_a_learner_that_waits_for_versions_gets_them_sooner_unless_the_owner_fixed_the_period(
+    control: World, fixed: int | None, after: int
+) -> None:
+    job_id = await control.create(stop={"steps": 500}, publish_period=fixed)
+    learner, nodes = await control.running(job_id, nodes=2)
+    await run(control, job_id, learner, nodes, t_idle=0.2, t_train=2.0)
+    assert (await control.get(f"/v1/jobs/{job_id}"))["publish_period"] == after
+    told = [e.message for e in await control.events(job_id) if e.kind == "publish_period_steered"]
+    assert len(told) == (fixed is None)
+    assert all("κ 2 → 1" in m for m in told)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.steering import MOST, WINDOW_STEPS, Aim, Seen, measured, steer
+from app.fleet.steering import MOST, WINDOW_STEPS, Aim, Periods, Seen, measured, periods, steer
 
 ROLLOUTS, GAMMA, T_TRAIN, KAPPA = 256, 1.1, 10.0, 2
 KNEE = ROLLOUTS / T_TRAIN
@@ -22,11 +22,58 @@ def history(
     return [Seen(first + n, t_train, idle, ROLLOUTS, round(ROLLOUTS * dropped), pool) for n in range(count)]
 
 
-def look(before: Aim | None, steps: list[Seen], *, eq2: float = EQ2, bound: float = 0.05) -> Aim:
+def look(
+    before: Aim | None, steps: list[Seen], *, eq2: float = EQ2, bound: float = 0.05, t_bcast: float | None = None
+) -> Aim:
+    """`t_bcast` None: the owner fixed κ."""
     return steer(
         (before.factor, before.since_step) if before else (None, 0),
-        eq2=eq2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=KAPPA, steps=steps, bound=bound,
+        eq2=eq2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=KAPPA,
+        allowed=periods(KAPPA, fixed=t_bcast is None, t_train=T_TRAIN, t_bcast=t_bcast), steps=steps, bound=bound,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("t_bcast", "bubble", "pool", "kappa"),
+    [
+        (4.0, 0.2, 1.1 * KNEE, 1),  # machines enough, a broadcast fits: a version more often
+        (4.0, 0.2, 0.8 * KNEE, 2),  # machines are missing
+        (4.0, 0.01, 1.1 * KNEE, 2),  # nobody waits
+        (9.0, 0.2, 1.1 * KNEE, 2),  # one step would hold a broadcast, but hardly
+        (None, 0.2, 1.1 * KNEE, 2),
+    ],
+)
+def test_who_waits_for_a_version_gets_it_sooner(
+    t_bcast: float | None, bubble: float, pool: float, kappa: int
+) -> None:
+    start = Aim(1.0, 10, FLOOR, KNEE, "")
+    aim = look(start, history(11, 8, pool=pool, bubble=bubble), t_bcast=t_bcast)
+    assert aim.kappa == kappa
+    if kappa < KAPPA:
+        assert aim.target == pytest.approx(FLOOR), "not more machines at the same time"
+        assert aim.since_step == 18, "what comes of it is seen in the steps that follow"
+        assert "κ 2 → 1" in aim.why
+
+
+def test_of_equation_two_a_shorter_period_asks_for_no_more_machines() -> None:
+    aim = look(None, history(2, 8, pool=EQ2, bubble=0.2), t_bcast=4.0)
+    assert (aim.kappa, aim.factor) == (1, pytest.approx(EQ2 / FLOOR))
+
+
+def test_a_period_that_does_not_hold_its_broadcast_any_more_grows() -> None:
+    aim = steer(
+        (1.0, 10), eq2=EQ2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=1,
+        allowed=periods(3, fixed=False, t_train=T_TRAIN, t_bcast=19.0), steps=history(11, 2, pool=EQ2), bound=0.05,
+    )  # fmt: skip
+    assert aim.kappa == 2
+    assert aim.moved
+
+
+@given(st.integers(1, 20), st.floats(0.01, 1e4), st.floats(0.0, 1e5))
+def test_periods_stay_within_what_staleness_allows(longest: int, t_train: float, t_bcast: float) -> None:
+    found = periods(longest, fixed=False, t_train=t_train, t_bcast=t_bcast)
+    assert 1 <= found.least <= found.shortest <= found.longest == longest
+    assert periods(longest, fixed=True, t_train=t_train, t_bcast=t_bcast) == Periods(longest, longest, longest)
 
 
 def test_begins_with_equation_two() -> None:

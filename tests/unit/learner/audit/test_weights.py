@@ -113,12 +113,13 @@ def test_the_shelf_keeps_what_admissible_rollouts_may_be_of(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, 3),
+        ({}, 5),
         ({"staleness_budget": 1}, 3),
+        ({"publish_period": 2}, 3),
         ({"staleness_budget": 2}, 4),
         ({"staleness_budget": 6, "publish_period": 2}, 5),
         ({"staleness_budget": 1000, "publish_period": 1}, MOST),
-        ({"staleness": {"max": 8, "adaptive": True}}, 4),
+        ({"staleness": {"max": 8, "adaptive": True}}, 10),
         ({"trust": {"probation": 0, "audit_share": 0, "each_version": False}}, 2),
     ],
 )
