@@ -189,6 +189,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if loop:
+            await svc.core.db.claim()
         await svc.core.db.migrate()
         await ensure_admin_key(svc, announce)
         if loop:
@@ -201,6 +203,8 @@ def create_app(
             await svc.notifier.stop()
             await svc.notices.stop()
             await svc.loop.stop()
+            await svc.market.aclose()
+            svc.jobs.close()
             for provider in svc.core.providers.values():
                 await provider.aclose()
             await svc.core.db.close()

@@ -6,6 +6,7 @@ and one that is started again uses the marketplace that it finds, and ends it in
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ import uvicorn
 from app.main import create_app, marketplace_key, state_folder
 from app.protocol.errors import Unavailable
 from app.settings import Settings
+from app.storage.database import Database
 
 if TYPE_CHECKING:
     import psutil
@@ -124,12 +126,23 @@ def _wait(url: str, process: psutil.Process) -> None:
         time.sleep(0.1)
 
 
+async def _alone(settings: Settings) -> None:
+    """Raises Unavailable while another service uses the database: before its marketplace is taken for a leftover."""
+    state_folder(settings)
+    database = Database(settings.database_url)
+    try:
+        await database.claim()
+    finally:
+        await database.close()
+
+
 def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
 def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     """Run until SIGTERM or SIGINT, then stop in order: the service first, the marketplace after it."""
+    asyncio.run(_alone(settings))
     # uvicorn raises the signal again when it has shut down; without a handler that would end us at once.
     signal.signal(signal.SIGTERM, _exit)
     with embedded_marketplace(settings):

@@ -180,6 +180,9 @@ class Settings(BaseSettings):
     agent_engine: str = Field(
         "transformers", pattern=r"^[a-z][a-z0-9_]{0,31}$", description="the name of the engine that nodes generate with"
     )
+    agent_hf_endpoint: HttpUrl | None = Field(
+        None, description=f"{URL}, of a mirror of the Hugging Face Hub that nodes fetch public weights from"
+    )
     priors_file: Folder | None = Field(
         None, description="a file of JSON lines from `echo2 bench-node --json`: measured speed instead of a guess"
     )
@@ -205,6 +208,11 @@ class Settings(BaseSettings):
     store_egress_micros_gb: int = Field(
         0, ge=0, le=1_000_000_000, description="micro-dollars per GB read from the object store, for auto"
     )
+    keep_trajectory_steps: int | None = Field(
+        None, ge=0, le=1_000_000_000,
+        description="learner steps, 0…1000000000, after which the files of rollouts are removed from the object store; "
+        "without it all that were accepted stay",
+    )  # fmt: skip
     max_upload_bytes: int = Field(64 << 20, ge=1 << 10, le=1 << 32, description="bytes of one upload, 1024…4294967296")
 
     @field_validator("heartbeat_timeout_seconds")

@@ -15,7 +15,7 @@ import torch
 from app.learner.advantages import batch_advantages
 from app.learner.buffer import Group
 from app.learner.microbatch import Row, row_of, split
-from app.learner.trainer import BETAS
+from app.learner.optimizer import BETAS
 from app.protocol.job import JobSpec
 from app.protocol.trajectory import Rollout
 

@@ -27,7 +27,8 @@ from app.learner.advantages import batch_advantages
 from app.learner.buffer import Group, ReplayBuffer
 from app.learner.inbox import GroupReader
 from app.learner.microbatch import Row, collate, split, token_lags
-from app.learner.trainer import BETAS, GRPOTrainer
+from app.learner.optimizer import BETAS
+from app.learner.trainer import GRPOTrainer
 from app.protocol.job import JobSpec
 from app.protocol.learner import TrajectoryRef
 from app.protocol.trajectory import Rollout, encode

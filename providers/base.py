@@ -105,6 +105,8 @@ class Caps:
     """False where the account is billed afterwards: there is no credit, and `balance` raises CapabilityError."""
     spot_billing: Billing = Billing.SPOT_BID
     """How interruptible machines are paid here: what to search for where `spot` is True."""
+    release_each_s: float = 0.0
+    """Seconds between two destroy calls, where they have to go one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field
 from sqlalchemy import select
 
 from app.api.deps import AdminDep, ServicesDep
+from app.api.idempotency import key_of
 from app.api.security import API_KEY, hash_key, new_key
 from app.protocol.base import Strict
-from app.protocol.errors import NotFound
+from app.protocol.errors import Conflict, NotFound
 from app.storage.models import ApiKey
 
 router = APIRouter(prefix="/v1/keys", tags=["keys"])
@@ -26,9 +27,11 @@ class NewKey(Strict):
 
 
 @router.post("", status_code=201)
-async def create_key(body: NewKey, who: AdminDep, svc: ServicesDep) -> dict[str, Any]:
-    """Make a key; it is shown this once."""
-    key = new_key(API_KEY)
+async def create_key(body: NewKey, request: Request, who: AdminDep, svc: ServicesDep) -> dict[str, Any]:
+    """Make a key; it is shown this once. With an Idempotency-Key it follows from that, so that it can be told again
+    without being kept."""
+    again = key_of(request)
+    key = new_key(API_KEY) if again is None else API_KEY + svc.core.secrets.derive("api-key", f"{who.id}\0{again}")
     row = ApiKey(
         id="key_" + secrets.token_hex(6),
         name=body.name,
@@ -37,7 +40,12 @@ async def create_key(body: NewKey, who: AdminDep, svc: ServicesDep) -> dict[str,
         created_at=svc.core.clock(),
     )
     async with svc.core.db.write() as session:
-        session.add(row)
+        before = (await session.scalars(select(ApiKey).where(ApiKey.key_hash == row.key_hash))).first()
+        if before is None:
+            session.add(row)
+        elif (before.name, before.admin) != (body.name, body.admin):
+            raise Conflict("this Idempotency-Key was used for another request; use a new one")
+    row = before or row
     return {"id": row.id, "name": row.name, "admin": row.admin, "key": key}
 
 

@@ -6,6 +6,9 @@ Invariant: only what was signed is served: this key, this method, until then, at
 from __future__ import annotations
 
 import asyncio
+import shutil
+from tempfile import SpooledTemporaryFile
+from typing import IO
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import FileResponse
@@ -16,6 +19,8 @@ from app.storage.signing import check_signature
 from app.storage.stores import FolderStore
 
 router = APIRouter(prefix="/v1/objects", tags=["objects"])
+IN_MEMORY = 1 << 20
+"""More of one upload than this is never in memory: many nodes put at the same time."""
 
 
 def _store(svc: ServicesDep) -> FolderStore:
@@ -40,10 +45,19 @@ async def put_object(key: str, request: Request, svc: ServicesDep) -> Response:
         svc.core.secrets.signing_key(), key, request.query_params, method="PUT", now=svc.core.clock(), size=size
     )
     store = _store(svc)
-    data = bytearray()
-    async for block in request.stream():
-        data += block
-        if grant.max_bytes is not None and len(data) > grant.max_bytes:
-            raise TooLarge(f"more than the {grant.max_bytes} bytes that this URL allows")
-    await asyncio.to_thread(store.put, key, bytes(data))
+    with SpooledTemporaryFile(max_size=IN_MEMORY) as spool:
+        async for block in request.stream():
+            if spool.tell() + len(block) <= IN_MEMORY:
+                spool.write(block)
+            else:
+                await asyncio.to_thread(spool.write, block)
+            if grant.max_bytes is not None and spool.tell() > grant.max_bytes:
+                raise TooLarge(f"more than the {grant.max_bytes} bytes that this URL allows")
+        await asyncio.to_thread(_keep, store, key, spool)
     return Response(status_code=200)
+
+
+def _keep(store: FolderStore, key: str, spool: IO[bytes]) -> None:
+    spool.seek(0)
+    with store.writer(key) as file:
+        shutil.copyfileobj(spool, file)

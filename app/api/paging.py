@@ -11,6 +11,7 @@ from fastapi import Query
 from app.protocol.errors import BadInput, FieldError
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
+MOST_DIGITS = 18
 Cursor = Annotated[str | None, Query(max_length=100)]
 
 
@@ -26,7 +27,8 @@ def decode(cursor: str | None) -> int | None:
     try:
         text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
         version, _, position = text.partition(":")
-        if version == "v1":
+        # No row has a number that a database can't hold.
+        if version == "v1" and len(position) <= MOST_DIGITS:
             return int(position)
     except (binascii.Error, UnicodeDecodeError, ValueError):
         pass

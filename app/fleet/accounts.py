@@ -22,7 +22,15 @@ from app.fleet.purse import Room
 from app.protocol.base import micros, usd
 from app.protocol.job import FINAL_STATUSES
 from app.storage.models import OPEN_STATES, Job, Lease, LeaseState, Node
-from providers.base import AuthError, CapabilityError, CreditError, EndpointDeprecated, ProviderError, RateLimited
+from providers.base import (
+    AuthError,
+    CapabilityError,
+    CreditError,
+    EndpointDeprecated,
+    ProviderError,
+    RateLimited,
+    Transient,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +39,8 @@ AGAIN_S = 600.0
 this long."""
 
 
+ANSWER_S = 10.0
+"""A round waits so long for a balance."""
 LISTS_TOLERATED = 2
 """Listings in a row that may fail before nothing more is rented there."""
 SHORT_WAIT_S = 15.0
@@ -112,9 +122,12 @@ class Accounts:
 
     async def _ask(self, name: str) -> int | ProviderError | None:
         try:
-            return (await self.core.providers[name].balance()).credit_micros
+            async with asyncio.timeout(ANSWER_S):
+                return (await self.core.providers[name].balance()).credit_micros
         except CapabilityError:
             return None
+        except TimeoutError:
+            return Transient(f"no balance within {ANSWER_S:.0f} s", provider=name)
         except ProviderError as error:
             return error
 
@@ -194,7 +207,7 @@ class Accounts:
     async def _exposure(self, session: AsyncSession, leases: list[Lease], cap: int) -> Exposure:
         spent = Lease.spent_gpu + Lease.spent_disk + Lease.spent_download + Lease.spent_upload
         before = await session.scalar(select(func.sum(spent)).where(Lease.state.not_in(OPEN_STATES)))
-        now, wind_down = self.core.clock(), self.core.settings.wind_down_seconds
+        now, wind_down = self.core.clock(), self.core.wind_down_s(leases)
         return money.exposure_of(leases, now, budget=cap, before=int(before or 0), wind_down_s=wind_down)
 
     def hold(self, session: AsyncSession, job_id: str, why: str) -> None:

@@ -6,6 +6,7 @@ consumed in order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -75,3 +76,25 @@ def share(*, t_train: float | None, group_size: int, prompts: int, node_rate: fl
     if not node_rate or not t_train:
         return least
     return max(least, min(prompts, round(node_rate * SLICE * t_train / group_size)))
+
+
+UNMEASURED_SHARE = 0.25
+"""Of a batch: so much a node may hold of whose speed nothing was measured."""
+UNMEASURED_LEAST = 2
+"""Groups: one on its way in while the next is sampled."""
+
+
+def unmeasured(
+    *, prior: float, group_size: int, prompts: int, t_train: float | None, staleness: int, held: float
+) -> int:
+    """How many further groups a node may have whose speed was not measured yet, while it holds `held`.
+
+    What its prior (rollouts per second) makes in the time that one lease has, at most a quarter of a batch (or two
+    groups), and never more than half of all that admission lets be ahead. A machine that is slow, or dead, keeps no
+    more than that from the others until its first groups have come in.
+    """
+    seconds = lease_deadline(t_train=t_train, prompts=prompts, items=1, node_rate_groups_s=None)
+    likely = max(1, math.floor(prior * seconds / group_size))
+    most = max(UNMEASURED_LEAST, math.ceil(UNMEASURED_SHARE * prompts))
+    admitted = max(1, (staleness + 1) * prompts // 2)
+    return max(0, math.floor(min(likely, most, admitted) - held))

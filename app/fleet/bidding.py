@@ -48,9 +48,11 @@ class Bidding:
         floor = usual.micros_h if usual.at > usual.since else None
         return sight.Outlook(floor, usual.known, self.market.on_demand(lease))
 
-    def keep(self, session: AsyncSession, lease: Lease, user: int | None, worth: int | None, room: Room) -> Room:
-        """Pay more for a machine that is worth it, `worth` micro-dollars per hour in all parts at most. Returns the
-        room that is left."""
+    def keep(
+        self, session: AsyncSession, lease: Lease, user: int | None, worth: int | None, room: Room, spare: int
+    ) -> Room:
+        """Pay more for a machine that is worth it, `worth` micro-dollars per hour in all parts at most, and `spare`
+        more than now. Returns the room that is left."""
         caps = bids.Caps(user, self.market.on_demand(lease) if lease.billing == Billing.SPOT_BID else None)
         asked = sight.keeping(lease, caps)
         if asked is None:
@@ -62,7 +64,9 @@ class Bidding:
         else:
             rate = asked
         more = 0 if rate is None else rate - lease.rate_micros_h
-        if rate is None or more <= 0 or self.sent.get(lease.id) == rate or room.why_not(lease.provider, more):
+        if rate is None or more <= 0 or more > spare:
+            return room
+        if self.sent.get(lease.id) == rate or room.why_not(lease.provider, more):
             return room
         self.sent[lease.id] = rate
         if lease.billing == Billing.SPOT_BID:

@@ -30,6 +30,9 @@ NOISE = 1_000
 """A tenth of a cent is rounding, and the seconds between a destroy call and its effect."""
 SLACK_S = 10.0
 """A bill that reaches to within this of a lease's end reaches the end."""
+LATE_SLACK_S = 900.0
+"""The same of one that is taken as complete because of its age: so long may answers to destroy calls be lost while the
+machine is gone. A larger gap may be a part of the bill that is still to come: our ledger is left as it is."""
 FINAL_S = 6 * 3600.0
 """So long after a lease's end its bill is taken as complete, whatever it says."""
 GIVE_UP_S = 48 * 3600.0
@@ -86,6 +89,13 @@ def _final(lease: Lease, billed: Billed, before: ProviderBill | None, now: float
     agrees = not apart(billed.micros, sum(money.spent(lease, now).values()))
     again = before is not None and before.checked_at >= lease.ended_at and before.micros == billed.micros
     return billed.through >= lease.ended_at - SLACK_S and (agrees or again)
+
+
+def _reaches_end(lease: Lease, billed: Billed, now: float) -> bool:
+    if lease.ended_at is None:
+        return False
+    slack = LATE_SLACK_S if now - lease.ended_at > FINAL_S else SLACK_S
+    return billed.through >= lease.ended_at - slack
 
 
 class Bills:
@@ -158,7 +168,7 @@ class Bills:
                 session.add(row)
             row.micros, row.through, row.checked_at, row.final = billed.micros, billed.through, now, final
             self._compare(session, lease, row, now)
-            if final and lease.ended_at is not None and billed.through >= lease.ended_at - SLACK_S:
+            if final and _reaches_end(lease, billed, now):
                 # What we could only guess (when a machine that nobody could see stopped) is known now.
                 money.settle(session, lease, billed.kinds, self.core.metrics)
 

@@ -84,9 +84,12 @@ OWN_MACHINES = frozenset({"static", "marketplace"})
 """Providers whose machines are the user's own: nothing of their systems is changed."""
 
 
-def environment(*, control_url: str, join_token: str, engine: str, provider: str) -> dict[str, str]:
-    """Environment of the machine."""
+def environment(
+    *, control_url: str, join_token: str, engine: str, provider: str, hf_endpoint: str | None = None
+) -> dict[str, str]:
+    """Environment of the machine. `hf_endpoint`: a mirror of the Hugging Face Hub."""
     told = {"ECHO2_CONTROL_URL": control_url, "ECHO2_JOIN_TOKEN": join_token, "ECHO2_ENGINE": engine}
+    told |= {"ECHO2_HF_ENDPOINT": hf_endpoint} if hf_endpoint is not None else {}
     return told if provider in OWN_MACHINES else {**told, "ECHO2_TUNE_NETWORK": "1"}
 
 

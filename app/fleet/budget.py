@@ -50,6 +50,14 @@ def can_rent(exposure: Exposure, price_micros_h: int, minimum_s: float) -> bool:
     return cost <= exposure.remaining * 3600
 
 
+def spare_rate(exposure: Exposure, minimum_s: float) -> int:
+    """By how much what burns may rise, micro-dollars per hour, so that all of it can still run for `minimum_s` and be
+    wound down within the promise; at least 0."""
+    others = exposure.burn_micros_h + exposure.pending_micros_h
+    left = exposure.remaining * 3600 - others * minimum_s
+    return max(0, math.floor(left / (minimum_s + exposure.wind_down_s)))
+
+
 def must_wind_down(exposure: Exposure, margin_s: float) -> bool:
     """Whether the job has to end now: less is left than burns in the next `margin_s` seconds. A lease whose fate is
     unknown may burn."""

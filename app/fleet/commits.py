@@ -81,12 +81,18 @@ class Commits:
             again = (await session.scalars(select(Trajectory).where(Trajectory.key == request.key))).first()
             query = select(WorkItem).where(WorkItem.id.in_(request.work_items), WorkItem.job_id == job.id)
             items = list(await session.scalars(query))
+            exam = select(ExamItem).where(ExamItem.id.in_(request.work_items), ExamItem.node_id == node_id)
+            held = [i.id for i in await session.scalars(exam.where(ExamItem.status == ItemStatus.ACCEPTED))]
         if again is not None:
             if again.node_id != node_id or again.blake3 != request.blake3:
                 raise Conflict("another file was committed under this key")
-            return CommitAnswer(accepted=[i.id for i in items if i.trajectory_seq == again.seq])
+            return CommitAnswer(accepted=[i.id for i in items if i.trajectory_seq == again.seq] or held)
         uploads.check_key(request.key, job.id, node_id)
         spec = JobSpec.model_validate(job.spec)
+        if held and len(held) == len(request.work_items):
+            # The answer to an earlier try was lost.
+            await partials.release(self.core, [request.key])
+            return CommitAnswer(accepted=held)
         if all(map(is_exam, request.work_items)):
             return await self._commit_exam(node_id, request, job, spec)
         sizes = {i.id: size_of(job, i) for i in items}
@@ -101,7 +107,7 @@ class Commits:
         return await self._accept(node_id, request, await self._patiently(job, check), spec)
 
     async def _commit_exam(self, node_id: str, request: CommitRequest, job: Job, spec: JobSpec) -> CommitAnswer:
-        """Answers to held-out prompts: scored and forgotten; the file is not for the learner."""
+        """Answers to held-out prompts: scored and forgotten, but for what the learner is to compute again."""
         async with self.core.db.read() as session:
             query = select(ExamItem).where(ExamItem.id.in_(request.work_items), ExamItem.job_id == job.id)
             items = list(await session.scalars(query))
@@ -110,12 +116,27 @@ class Commits:
             await partials.release(self.core, [request.key])
             return CommitAnswer(accepted=[], late=request.work_items)
         expected = self._expected(node_id, items, request, {i.id: i.samples for i in items})
-        table = await self._patiently(job, lambda newest: self._check_file(request, expected, newest, spec))
+        step = max(i.step for i in items)
+
+        def check(newest: int) -> dict[str, tuple[int, list[float]]]:
+            found = exam_answers(self._check_file(request, expected, newest, spec))
+            if min(version for version, _ in found.values()) < step:
+                raise Refused("versions", f"an answer to the evaluation of v{step} was sampled under an older version")
+            return found
+
+        answers = await self._patiently(job, check)
         async with self.core.db.write() as session:
+            node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == job.id))).one()
-            taken = await self.exams.accept(session, job, node_id, exam_answers(table))
-        await asyncio.to_thread(self.core.objects.delete, request.key)
-        self.core.announce(job.id)
+            taken, doubted = await self.exams.accept(
+                session, job, node, answers, lambda: self._new_file(session, job, node_id, request)
+            )
+            node.rollouts_delivered += sum(len(answers[name][1]) for name in taken)
+        if doubted:
+            self.core.announce(job.id, "rollouts")
+        else:
+            await asyncio.to_thread(self.core.objects.delete, request.key)
+            self.core.announce(job.id)
         return CommitAnswer(accepted=taken, late=sorted(set(request.work_items) - set(taken)))
 
     async def _patiently(self, job: Job, check: Callable[[int], T]) -> T:
@@ -168,6 +189,7 @@ class Commits:
         trajectory.validate(
             table, expected,
             newest_version=newest, max_tokens=spec.sampling.max_tokens, quantised=spec.snapshot.quantise,
+            proofs=spec.trust.proofs,
         )  # fmt: skip
         return table
 
@@ -185,6 +207,7 @@ class Commits:
                     late.append(item.id)
                     continue
                 spare.append(partials.forget(item, unused=item.id in found.scratch))
+                node.rollouts_delivered += size_of(job, item)
                 if lag > job.staleness_budget:
                     late.append(item.id)
                     replay.drop(self.core, job, item, "stale", lag=lag)

@@ -19,7 +19,7 @@ from app.fleet.bidding import Bidding
 from app.fleet.books import books
 from app.fleet.core import Core
 from app.fleet.demand import Demand
-from app.fleet.leases import Choice, Leases
+from app.fleet.leases import RENTING, Choice, Leases
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.market import Market, matches
 from app.fleet.nodes import Nodes
@@ -29,7 +29,7 @@ from app.fleet.ranking import Ranking
 from app.fleet.spending import Spending
 from app.fleet.work import Work
 from app.protocol.base import usd
-from app.protocol.job import JobSpec, JobStatus
+from app.protocol.job import JobSpec
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 URGENT = 0.7
 """A pool below this share of its target is filled at once."""
-LOOPING = (JobStatus.PROVISIONING, JobStatus.RUNNING)
+LOOPING = RENTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ class Controller:
         self.spending = Spending(core, accounts, nodes, lifecycle)
         self._deciding = asyncio.Lock()
         """From looking to the committed intents: two decisions at once would both fill the same gap."""
+        self._asked: set[str] = set()
+        """Jobs for which prices have asked for a decision that has not begun."""
         self._patience = activation.Patience()
         self._short: dict[str, str] = {}
         """Job → what it was last told about being short of capacity, so that it is told once."""
@@ -126,7 +128,15 @@ class Controller:
     async def decide(self, job_id: str, why: str) -> None:
         """Estimate, decide, write down, act."""
         async with self._deciding:
+            # What was written until now is seen: whoever waits for a decision on it has it.
+            self._asked.discard(job_id)
             await self._decide(job_id, why)
+
+    async def decide_once(self, job_id: str, why: str) -> None:
+        """The same; nothing if a decision that was asked for so has not begun yet: it will see all that this would."""
+        if job_id not in self._asked:
+            self._asked.add(job_id)
+            await self.decide(job_id, why)
 
     async def _decide(self, job_id: str, why: str) -> None:
         async with self.core.db.write() as session:
@@ -157,9 +167,12 @@ class Controller:
         decision, held = weighed.decision, {x.id: x for x in seen.leases}
         if why != "tick":
             self._tell_rerank(session, seen, ranked, decision, why)
+        spare = self.spending.spare(seen)
         for lease in (held[r.candidate.key] for r in weighed.running):
             if lease.id in decision.rebid:
-                room = self.bidding.keep(session, lease, view.cap, decision.limits.get(lease.id), room)
+                before, worth = room.burn, decision.limits.get(lease.id)
+                room = self.bidding.keep(session, lease, view.cap, worth, room, spare)
+                spare -= room.burn - before
             else:
                 self.bidding.ease(session, lease, view.cap)
         urgent = why != "tick" or weighed.urgent
@@ -289,4 +302,4 @@ class Controller:
                 job.price_events += 1
         for job in jobs:
             what = ", ".join(f"{k} {v}" for k, v in row.selector.items()) or "all"
-            await self.decide(job.id, f"a spot price of ${usd(row.micros_h)}/h for {what} at {provider}")
+            await self.decide_once(job.id, f"a spot price of ${usd(row.micros_h)}/h for {what} at {provider}")

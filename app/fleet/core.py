@@ -10,16 +10,18 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.fleet import money
 from app.fleet.metrics import Metrics
+from app.fleet.waiting import Waits
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.models import Event
+from app.storage.models import Event, Lease, LeaseState
 from app.storage.objects import ObjectStore
 from providers.base import Provider
 
@@ -92,8 +94,17 @@ class Core:
     """Job → why nothing more is rented for it, though it needs more: it waits, and nothing is wrong with it."""
     benched: Mapping[str, float] = field(default_factory=dict)
     """GPU model → what was measured by hand over what its data sheet promises."""
+    waits: Waits = field(default_factory=Waits)
+    """What this process has counted of nodes that wait for work."""
     started_at: float = 0.0
     """When this process began: nobody is lost for silence while nobody listened."""
+
+    def wind_down_s(self, leases: Iterable[Lease]) -> float:
+        """How long it takes to give these back, those that are over left out: the setting, and what they wait for each
+        other where a provider takes destroy calls one by one."""
+        open_at = [x.provider for x in leases if LeaseState(x.state).open and x.ended_at is None]
+        each_s = {name: provider.caps.release_each_s for name, provider in self.providers.items()}
+        return self.settings.wind_down_seconds + money.queue_s(open_at, each_s)
 
     def emit(self, session: AsyncSession, job_id: str | None, kind: str, message: str, **data: Any) -> None:
         """Write an event in the caller's transaction; whoever streams events is woken by the caller's `announce`."""

@@ -113,7 +113,7 @@ class Costs:
         return None if over == job.forecast_over else (job, expected)
 
     def _exposure(self, job: Job, leases: Sequence[Lease], before: int = 0) -> budget.Exposure:
-        kept = self.core.settings.wind_down_seconds
+        kept = self.core.wind_down_s(leases)
         return money.exposure(job, leases, self.core.clock(), kept, before=before)
 
     async def _hours_left(self, session: AsyncSession, job: Job, steps: Sequence[Step]) -> float | None:

@@ -1,26 +1,31 @@
 """Evaluations by the fleet: held-out prompts as work items, so that the learner does not stop for them.
 
 Invariant: answers to held-out prompts are never trained on and count neither as accepted rollouts nor for admission;
-a job has at most one exam open, and one that is over leaves an Evaluation and no items.
+a job has at most one exam open, and one that is over leaves an Evaluation and no items. An answer that the learner is
+to compute again counts once that has found nothing wrong.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import secrets
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 import pyarrow as pa
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import admission, scores
+from app.fleet import admission, failures, heldout, scores
 from app.fleet.core import Core
+from app.protocol.audits import Audit
 from app.protocol.job import JobSpec
+from app.protocol.node import NodeState
 from app.protocol.work import WorkItem as WorkItemMessage
-from app.storage.models import Evaluation, ExamItem, ItemStatus, Job, Node
+from app.storage.models import Evaluation, ExamItem, ItemStatus, Job, Lease, Node, Trajectory
+from providers.base import Billing
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +43,10 @@ def is_exam(item_id: str) -> bool:
 class Exams:
     """Opens exams, hands their items out, takes the answers, closes them."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, draw: Callable[[], float] | None = None) -> None:
+        """`draw` decides what the learner computes again; by default by numbers that nobody can know."""
         self.core = core
+        self._draw = draw or secrets.SystemRandom().random
 
     async def open_if_due(self, session: AsyncSession, job: Job, version: int) -> None:
         """A version was published: begin its exam if one is due, and end the one before."""
@@ -74,9 +81,14 @@ class Exams:
     ) -> list[WorkItemMessage]:
         """Lease about as many answers as `groups` training groups would be."""
         size = int(job.spec["batch"]["group_size"])
+        pending = select(ExamItem).where(
+            ExamItem.job_id == job.id, ExamItem.status == ItemStatus.PENDING, ExamItem.step <= version
+        )
+        others = await at_work(session, job)
+        failed = await session.scalars(pending.where(ExamItem.failures > 0))
+        not_for = [item.id for item in failed if failures.held_back(item.failed_by, node.id, others)]
         query = (
-            select(ExamItem)
-            .where(ExamItem.job_id == job.id, ExamItem.status == ItemStatus.PENDING, ExamItem.step <= version)
+            pending.where(ExamItem.id.not_in(not_for))
             .order_by(ExamItem.greedy, ExamItem.prompt_index)
             .limit(max(1, groups * size))
         )
@@ -102,19 +114,81 @@ class Exams:
             for i in leased
         ]  # fmt: skip
 
+    @staticmethod
+    async def held(session: AsyncSession, node: Node) -> int:
+        """Answers that a node has still to give."""
+        query = select(func.sum(ExamItem.samples)).where(
+            ExamItem.node_id == node.id, ExamItem.status == ItemStatus.LEASED
+        )
+        return int(await session.scalar(query) or 0)
+
     async def accept(
-        self, session: AsyncSession, job: Job, node_id: str, answers: Mapping[str, tuple[int, list[float]]]
-    ) -> list[str]:
-        """Take answers: item → (version, rewards). Returns those that were still this node's; closes a whole exam."""
-        taken = []
-        for item in await session.scalars(select(ExamItem).where(ExamItem.id.in_(list(answers)))):
-            if item.node_id == node_id and item.status == ItemStatus.LEASED:
-                item.version, item.rewards = answers[item.id]
-                item.status, item.deadline_at = ItemStatus.ACCEPTED, None
-                taken.append(item.id)
+        self,
+        session: AsyncSession,
+        job: Job,
+        node: Node,
+        answers: Mapping[str, tuple[int, list[float]]],
+        file: Callable[[], Awaitable[Trajectory]],
+    ) -> tuple[list[str], bool]:
+        """Take answers: item → (version, rewards). Returns those that were still this node's, and whether some of them
+        are to be computed again; then `file` puts their file on record. Closes a whole exam."""
+        query = select(ExamItem).where(
+            ExamItem.id.in_(list(answers)), ExamItem.node_id == node.id, ExamItem.status == ItemStatus.LEASED
+        )
+        taken = list(await session.scalars(query))
+        for item in taken:
+            item.version, item.rewards = answers[item.id]
+            item.status, item.deadline_at = ItemStatus.ACCEPTED, None
+        doubted = await self._doubted(session, job, node, taken)
+        if doubted:
+            row = await file()
+            row.heldout = True
+            for item in doubted:
+                item.trajectory_seq = row.seq
         await session.flush()
         await self._close(session, job)
-        return taken
+        return [item.id for item in taken], bool(doubted)
+
+    async def _doubted(self, session: AsyncSession, job: Job, node: Node, items: Sequence[ExamItem]) -> list[ExamItem]:
+        trust = JobSpec.model_validate(job.spec).trust
+        if trust.off or not items:
+            return []
+        lease = await session.get_one(Lease, node.lease_id)
+        asked = select(func.count()).select_from(ExamItem).where(ExamItem.job_id == job.id)
+        share = heldout.share(
+            trust, interruptible=lease.billing != Billing.ON_DEMAND,
+            items=await session.scalar(asked) or 0, nodes=len(await at_work(session, job)),
+        )  # fmt: skip
+        return heldout.chosen(items, trust, passed=node.audits_passed, share=share, draw=self._draw)
+
+    async def settle(self, session: AsyncSession, job: Job, audits: Iterable[Audit]) -> bool:
+        """What the learner found of answers that it computed again. Whether some of them are asked again."""
+        back = False
+        for audit in audits:
+            item = await session.get(ExamItem, audit.work_item) if is_exam(audit.work_item) else None
+            if item is None or item.job_id != job.id or item.trajectory_seq is None or item.node_id != audit.node_id:
+                continue
+            item.trajectory_seq = None
+            if not audit.clean:
+                await self.fail(session, job, item, audit.detail)
+                back = True
+        await session.flush()
+        await self._close(session, job)
+        return back
+
+    async def fail(self, session: AsyncSession, job: Job, item: ExamItem, detail: str) -> None:
+        """Its node could not answer it, or answered falsely: it is somebody else's, or nobody's if it never works."""
+        failures.count(item, item.node_id or "")
+        item.status, item.node_id, item.deadline_at, item.rewards = ItemStatus.PENDING, None, None, []
+        if failures.hopeless(item.failures, item.failed_by, await at_work(session, job)):
+            item.status = ItemStatus.DROPPED
+            said = failures.said(item.failures, item.failed_by, detail)
+            self.core.emit(
+                session, job.id, "group_given_up", f"held-out prompt {item.prompt_index}: {said}; it is left out",
+                work_item=item.id, nodes=item.failed_by,
+            )  # fmt: skip
+        await session.flush()
+        await self._close(session, job)
 
     async def expire(self, session: AsyncSession, job: Job) -> None:
         """Leases past their deadline: the items are pending again."""
@@ -145,8 +219,9 @@ class Exams:
     async def _close(self, session: AsyncSession, job: Job, *, overtaken: bool = False) -> None:
         """End the open exam if it is answered, or overtaken by the next."""
         items = list(await session.scalars(select(ExamItem).where(ExamItem.job_id == job.id)))
-        answered = [i for i in items if i.status == ItemStatus.ACCEPTED]
-        if not items or (len(answered) < len(items) and not overtaken):
+        answered = [i for i in items if i.status == ItemStatus.ACCEPTED and i.trajectory_seq is None]
+        dropped = sum(i.status == ItemStatus.DROPPED for i in items)
+        if not items or (len(answered) + dropped < len(items) and not overtaken):
             return
         step = items[0].step
         sampled = [i.rewards for i in answered if not i.greedy]
@@ -156,7 +231,9 @@ class Exams:
             self.core.emit(
                 session, job.id, "evaluation_overtaken",
                 f"v{step}: {len(answered)} of {len(items)} held-out answers had come when the next evaluation was due; "
-                "raise learner.eval_every or lower learner.eval_prompts",
+                "raise learner.eval_every or lower learner.eval_prompts"
+                if overtaken
+                else f"v{step}: {dropped} of {len(items)} held-out prompts can't be answered; there is no evaluation",
             )  # fmt: skip
         await session.execute(delete(ExamItem).where(ExamItem.job_id == job.id, ExamItem.step == step))
 
@@ -181,6 +258,12 @@ class Exams:
             f"held-out reward of v{step}{newest} by the fleet: {found.reward:.4f}{many}{greedy} over {found.prompts} "
             "prompts",
         )  # fmt: skip
+
+
+async def at_work(session: AsyncSession, job: Job) -> set[str]:
+    """The job's nodes that may have work."""
+    query = select(Node.id).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE, Node.drain.is_(False))
+    return set(await session.scalars(query))
 
 
 def answers(table: pa.Table) -> dict[str, tuple[int, list[float]]]:

@@ -6,13 +6,13 @@ Invariant: the prompts of a job come in the order that its seed decides; which o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import admission, dispatch, group_sizes, partials, prompts, tokens
+from app.fleet import admission, dispatch, failures, group_sizes, partials, prompts, tokens
 from app.fleet.core import Core
 from app.fleet.group_sizes import Tried
 from app.fleet.sizes import size_of
@@ -38,14 +38,14 @@ async def take(
     core: Core, session: AsyncSession, job: Job, node: Node, *, version: int, count: int, ahead: int
 ) -> HandedOut:
     """Lease up to `count` groups to a node. `ahead`: groups that are out or accepted and not trained on."""
-    waiting = await _waiting(core, session, job, count)
+    at_work = await _at_work(session, job)
+    waiting = await _waiting(core, session, job, node, {n.id for n in at_work}, count)
     if not waiting:
         return HandedOut([], [])
     spoilt = [i for i in waiting if i.partial_key is not None and i.attempts - len(i.written_by) >= MOST_IN_VAIN]
     spare = [_throw_away(core, job, item) for item in spoilt]
     stats = await prompts.stats(session, job, [i.prompt_index for i in waiting])
     candidates = [_candidate(job, item, stats) for item in waiting]
-    at_work = await _at_work(session, job)
     choice = dispatch.choose(
         candidates,
         count=count,
@@ -63,14 +63,18 @@ async def take(
     return HandedOut(chosen, spare, choice.reason)
 
 
-async def _waiting(core: Core, session: AsyncSession, job: Job, count: int) -> list[WorkItem]:
+async def _waiting(
+    core: Core, session: AsyncSession, job: Job, node: Node, at_work: Collection[str], count: int
+) -> list[WorkItem]:
     """Begun groups, then the lowest waiting ordinals up to the window's end; those that were never made are new
-    objects outside the session."""
+    objects outside the session. Those at which the node failed are for others, as long as there are any."""
     span = dispatch.window(count, int(job.spec["batch"]["prompts"]))
     if span <= 0:
         return []
     pending = select(WorkItem).where(WorkItem.job_id == job.id, WorkItem.status == ItemStatus.PENDING)
-    query = pending.order_by(WorkItem.ordinal)
+    failed = await session.scalars(pending.where(WorkItem.failures > 0))
+    not_for = [item.id for item in failed if failures.held_back(item.failed_by, node.id, at_work)]
+    query = pending.where(WorkItem.id.not_in(not_for)).order_by(WorkItem.ordinal)
     begun = list(await session.scalars(query.where(WorkItem.partial_key.is_not(None)).limit(span)))
     fresh = list(await session.scalars(query.where(WorkItem.partial_key.is_(None)).limit(span)))
     lowest = fresh[0].ordinal if fresh else job.next_ordinal

@@ -11,24 +11,30 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sqlalchemy import select
 
-from app.fleet import staleness
+from app.fleet import proving, staleness
 from app.fleet.attached import LOADS, WAITS, is_attached
 from app.fleet.core import Core
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.notify import secret_of
 from app.fleet.outward import url_problem
 from app.protocol.base import micros, usd
-from app.protocol.errors import BadInput, Conflict, FieldError, NotFound
+from app.protocol.errors import BadInput, Conflict, FieldError, NotFound, Unavailable
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.job_patch import JobPatch
 from app.protocol.task_spec import TaskSpec
 from app.storage.models import Job, Outbox
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+
+CHECKS_AT_ONCE = 2
+"""Tasks that are loaded side by side. They have threads of their own: a task may take minutes to load, and what else
+the service does in threads, giving machines back for one, must not wait for that."""
+CHECKS_WAITING = 16
 
 TakeTask = Callable[[TaskSpec, str], TaskSpec]
 """Checks the task of a new job with this id and keeps its files; the spec that comes back names them. Raises BadInput
@@ -42,12 +48,28 @@ class Jobs:
         self.core = core
         self.lifecycle = lifecycle
         self.take_task = take_task
+        self._checks = ThreadPoolExecutor(CHECKS_AT_ONCE, thread_name_prefix="echo2-task")
+        self._checking = 0
+
+    def close(self) -> None:
+        """Begin no more checks of tasks."""
+        self._checks.shutdown(wait=False, cancel_futures=True)
+
+    async def _take_task(self, task: TaskSpec, job_id: str) -> TaskSpec:
+        """The task with its files. Raises BadInput, or Unavailable while too many others are being loaded."""
+        if self._checking >= CHECKS_WAITING:
+            raise Unavailable(f"{self._checking} other jobs wait for their tasks to be loaded: try again in a minute")
+        self._checking += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._checks, self.take_task, task, job_id)
+        finally:
+            self._checking -= 1
 
     async def create(self, spec: JobSpec, owner: str, idempotency_key: str | None) -> Job:
         """A new pending job, or the one that this owner made with this key before."""
         self._check_names(spec)
         job_id = _job_id(owner, idempotency_key)
-        spec = spec.model_copy(update={"task": await asyncio.to_thread(self.take_task, spec.task, job_id)})
+        spec = spec.model_copy(update={"task": await self._take_task(spec.task, job_id)})
         now = self.core.clock()
         async with self.core.db.write() as session:
             before = (await session.scalars(select(Job).where(Job.id == job_id))).first()
@@ -89,6 +111,8 @@ class Jobs:
         problem = _model_problem(spec.model)
         if problem:
             errors.append(FieldError("/model", problem))
+        if problem := proving.problem(self.core.settings.agent_engine, spec.trust.proofs):
+            errors.append(FieldError("/trust/proofs", problem))
         if spec.notify_url is not None and (problem := self._notify_problem(spec.notify_url)):
             errors.append(FieldError("/notify_url", problem))
         if errors:

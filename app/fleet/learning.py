@@ -13,7 +13,7 @@ from typing import Literal
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import money, partials, quarantine, replay, sizes, staleness, trajectories
+from app.fleet import heldout, model_files, money, partials, quarantine, replay, sizes, staleness, trajectories
 from app.fleet.books import books
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
@@ -80,7 +80,7 @@ class Learning:
             job.parameters, job.snapshot_bytes = ready.parameters, ready.snapshot_bytes
             job.train_prompts, job.manifest_public_key = ready.train_prompts, ready.manifest_public_key
             job.eval_prompts = ready.eval_prompts
-            job.assets = [a.model_dump() for a in ready.assets]
+            job.assets = model_files.announced(job.assets, ready.assets)
             job.t_train = job.t_train or ready.t_train_prior
             job.ready_at = job.ready_at or self.core.clock()
             job.learner_state = "waiting"
@@ -104,6 +104,9 @@ class Learning:
             finishing = beat.state == "finishing" and job.learner_state != "finishing"
             job.learner_state = beat.state
             job.bytes_from_learner = max(job.bytes_from_learner, beat.bytes_served)
+            if beat.model_stored and model_files.coming(job.assets):
+                job.assets = model_files.stored(job.assets)
+                self.core.emit(session, job_id, "model_stored", "the model's files are in the object store")
             if await take_learner(session, job, beat, self.core.settings.learner_uplink_mbps):
                 await self.roster.links_changed(session, job)
             directives = self._directives(job)
@@ -190,7 +193,13 @@ class Learning:
         async with self.core.db.write() as session:
             job = await self._current(session, job_id, epoch)
             taken = await quarantine.take(self.core, self.roster, session, job, report.audits)
+            again = await self.exams.settle(session, job, report.audits)
         await partials.release(self.core, taken.objects)
+        if any(audit.heldout for audit in report.audits):
+            await heldout.sweep(self.core)
+            self.core.announce(job_id)
+        if again:
+            self.core.announce(job_id, "work")
         if taken.answer.withdrawn:
             self.core.announce(job_id, "work")
             self.core.signals.notify("tick")
@@ -209,7 +218,7 @@ class Learning:
         session.add(
             Step(
                 job_id=job.id, step=report.step, at=now, t_train=report.t_train, t_idle=report.t_idle,
-                reward=report.reward, rollouts=rollouts, dropped=dropped,
+                reward=report.reward, rollouts=rollouts, groups=len(report.trained), dropped=dropped,
                 lags={str(k): v for k, v in report.lags.items()}, metrics=report.metrics,
                 nodes=len(active), mu_pool=sum(n.mu_measured or 0.0 for n in active),
                 spent_micros=found.before + money.total_spent(found.leases, now),
@@ -224,6 +233,7 @@ class Learning:
             job.idle_seconds += report.t_idle
         metrics.train.labels(job.id).observe(report.t_train)
         metrics.reward.labels(job.id, "train").set(report.reward)
+        metrics.learner_step(job.id, report.metrics)
         for lag, count in report.lags.items():
             for _ in range(count):
                 metrics.staleness.labels(job.id).observe(lag)
@@ -261,6 +271,7 @@ class Learning:
             elif job.outcome is None:
                 job.outcome, job.status_reason = JobStatus.SUCCEEDED, done.reason
             self.core.emit(session, job_id, "learner_done", f"{done.status} at step {done.step}: {done.reason}")
+        self.core.metrics.learner_step(job_id, {})
         self.core.announce(job_id)
         self.core.signals.notify("tick")
 
@@ -280,6 +291,7 @@ class Learning:
             staleness_bound=staleness.bound(job),
             evaluated_step=job.eval_step,
             evaluated_reward=job.reward_eval if job.eval_step is not None else None,
+            store_model=model_files.wanted(job.assets),
         )
 
     async def _job(self, session: AsyncSession, job_id: str) -> Job:

@@ -18,12 +18,13 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import bids, bootstrap, money
+from app.fleet import bids, bootstrap, money, proving
 from app.fleet.accounts import Accounts
 from app.fleet.core import Core
 from app.fleet.market import family
 from app.fleet.releases import Releases
 from app.protocol.base import usd
+from app.protocol.job import JobSpec, JobStatus
 from app.storage.models import Cooldown, Job, Lease, LeaseState
 from providers.base import (
     Billing,
@@ -38,6 +39,10 @@ from providers.base import (
 log = logging.getLogger(__name__)
 
 COOLDOWN_S = bids.COOLDOWN_S
+RENTING = (JobStatus.PROVISIONING, JobStatus.RUNNING)
+"""Only a job in one of these gets machines."""
+LAST_CALLS_S = 60.0
+"""So long the end of the service waits for calls to providers that are under way."""
 UNFIT_S = 3600.0
 """A machine that can't run our image, and cards that our quota has no room for: soon is not going to help."""
 
@@ -88,16 +93,28 @@ class Leases:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a call to a provider could not be finished", exc_info=error)
 
-    async def drain_tasks(self) -> None:
-        """Wait for calls that are under way, so that their outcome is written down."""
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def drain_tasks(self, timeout_s: float = LAST_CALLS_S) -> None:
+        """Wait for calls that are under way, so that their outcome is written down. One that takes longer is cut off:
+        what became of it the next process settles by the provider's list."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while self._tasks and (left := until - loop.time()) > 0:
+            await asyncio.wait(set(self._tasks), timeout=left)
+        if self._tasks:
+            log.warning("%d calls to providers are cut off after %.0f s", len(self._tasks), timeout_s)
+            cut = set(self._tasks)
+            for task in cut:
+                task.cancel()
+            await asyncio.wait(cut, timeout=1.0)
 
     async def rent(self, job_id: str, choices: Sequence[Choice], retired_by_these: Sequence[str] = ()) -> list[str]:
-        """Commit one intent per choice, then send the create calls in the background. Returns the lease ids."""
+        """Commit one intent per choice, then send the create calls in the background. Returns the lease ids; none if
+        the job was ended or paused since the decision."""
         made: list[tuple[str, Choice, str]] = []
         async with self.core.db.write() as session:
             job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            if job.status not in RENTING:
+                return []
             for choice in choices:
                 token = "jt_" + secrets.token_urlsafe(32)
                 lease = self._intent(job, choice, token)
@@ -158,16 +175,29 @@ class Leases:
         )
 
     async def _create(self, lease_id: str, choice: Choice, token: str) -> None:
-        """The one create call of this intent."""
+        """The one create call of this intent. Until its outcome is written down no list settles the lease; whatever
+        goes wrong here, the next list does."""
+        try:
+            await self._ask(lease_id, choice, token)
+        finally:
+            self.creating.discard(lease_id)
+
+    async def _ask(self, lease_id: str, choice: Choice, token: str) -> None:
         settings, offer = self.core.settings, choice.offer
         async with self.core.db.read() as session:
             lease = await session.get_one(Lease, lease_id)
+            job = (await session.scalars(select(Job).where(Job.id == lease.job_id))).one()
+        engine = proving.engine_for(settings.agent_engine, JobSpec.model_validate(job.spec).trust.proofs)
         spec = RentSpec(
             label=lease.label,
             image=settings.agent_image,
             onstart=bootstrap.onstart(settings.agent_package),
             env=bootstrap.environment(
-                control_url=settings.public_url, join_token=token, engine=settings.agent_engine, provider=offer.provider
+                control_url=settings.public_url,
+                join_token=token,
+                engine=engine,
+                provider=offer.provider,
+                hf_endpoint=settings.agent_hf_endpoint,
             ),
             disk_gb=lease.disk_gb,
             # A host without a free port would start without the one that it promised: such a node relays to nobody.
@@ -179,8 +209,6 @@ class Leases:
         except ProviderError as error:
             # Raised before anything was sent: a capability or a key; nothing exists.
             result = RentResult("refused", error=error)
-        finally:
-            self.creating.discard(lease_id)
         async with self.core.db.write() as session:
             await self._settle(session, await session.get_one(Lease, lease_id), result)
         self.core.announce(lease.job_id)

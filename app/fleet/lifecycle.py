@@ -96,7 +96,7 @@ class Lifecycle:
         if job.learner_state == "finishing" or (spec.stop.steps is not None and job.step >= spec.stop.steps):
             self.move(session, job, JobStatus.DRAINING, "the stop rule is met; the learner saves the model")
             return True
-        kept = self.core.settings.wind_down_seconds
+        kept = self.core.wind_down_s(found.leases)
         exposure = money.exposure(job, found.leases, now, kept, before=found.before)
         if budget.must_wind_down(exposure, self.core.settings.tick_seconds * 3):
             self.end(

@@ -6,10 +6,12 @@ an offer was fetched overrides the offer's price.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from sqlalchemy import select
@@ -20,7 +22,7 @@ from app.fleet.core import Core
 from app.fleet.priced import JobView, Known
 from app.fleet.ranking import Ranking, rank
 from app.storage.models import Cooldown, Lease, SpotPrice
-from providers.base import Billing, Offer, OfferQuery, ProviderError
+from providers.base import Billing, Offer, OfferQuery, ProviderError, Transient
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,12 @@ USUAL_S = 3600.0
 USUAL_KEPT = 50_000
 CEILINGS_S = 300.0
 """On-demand prices, above which nobody bids, move slowly: read anew at this age."""
+
+
+PATIENCE_S = 10.0
+"""So long a look at the market waits for a provider."""
+SEARCH_S = 120.0
+"""A search that takes longer has failed."""
 
 
 def matches(selector: dict[str, Any], *, machine_id: str, offer_id: str, gpu_name: str, region: str) -> bool:
@@ -79,31 +87,62 @@ class Market:
         self._shelves: dict[tuple[str, Billing], Shelf] = {}
         self._usual: dict[tuple[str, Billing, str, int], Usual] = {}
         """By provider, billing, machine and number of GPUs: offers change their ids."""
+        self.patience_s = PATIENCE_S
+        self._searching: dict[tuple[str, bool], asyncio.Task[None]] = {}
+        """Providers that are being asked, and whether for interruptible machines."""
         self._ceilings: dict[tuple[str, str, int], int] = {}
         """Rent on demand by provider, machine and number of GPUs, last known."""
 
     async def refresh(self, providers: Sequence[str], interruptible: bool, *, max_age_s: float) -> None:
-        """Ask the providers whose offers are older than `max_age_s`. Trouble is kept, not raised."""
-        for name in providers:
-            provider = self.core.providers.get(name)
-            if provider is None:
-                continue
-            billing = self.billing(name, interruptible)
-            shelf = self._shelves.setdefault((name, billing), Shelf())
-            now = self.core.clock()
-            if now - shelf.fetched_at < max_age_s:
-                continue
-            try:
-                offers = await provider.search(OfferQuery(billing=billing, min_ports=0, limit=1000))
-            except ProviderError as error:
-                # Old offers are worse than none: somebody else may have them, at another price.
-                shelf.offers, shelf.trouble, shelf.fetched_at = [], f"{error.code}: {error}", now
-                log.warning("search at %s failed: %s", name, error)
-                continue
-            shelf.offers, shelf.trouble, shelf.fetched_at = offers, "", now
-            self._remember(offers, now)
-            if billing is Billing.SPOT_BID:
-                await self._refresh_ceilings(name, max(max_age_s, CEILINGS_S))
+        """Ask the providers whose offers are older than `max_age_s`, all at once. Trouble is kept, not raised.
+
+        One that takes longer than `patience_s` is not waited for: its offers are there at a later look.
+        """
+        keys = [(name, interruptible) for name in providers if name in self.core.providers]
+        for key in keys:
+            if key not in self._searching:
+                task = asyncio.create_task(self._refresh(*key, max_age_s))
+                self._searching[key] = task
+                task.add_done_callback(partial(self._searched, key))
+        asked = {self._searching[key] for key in keys}
+        if asked:
+            await asyncio.wait(asked, timeout=self.patience_s)
+
+    def _searched(self, key: tuple[str, bool], task: asyncio.Task[None]) -> None:
+        self._searching.pop(key, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the search at %s could not be finished", key[0], exc_info=error)
+
+    async def aclose(self) -> None:
+        """End the searches that are under way."""
+        under_way = set(self._searching.values())
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _refresh(self, name: str, interruptible: bool, max_age_s: float) -> None:
+        billing = self.billing(name, interruptible)
+        shelf, now = self._shelves.setdefault((name, billing), Shelf()), self.core.clock()
+        if now - shelf.fetched_at < max_age_s:
+            return
+        try:
+            offers = await self._search(name, OfferQuery(billing=billing, min_ports=0, limit=1000))
+        except ProviderError as error:
+            # Old offers are worse than none: somebody else may have them, at another price.
+            shelf.offers, shelf.trouble, shelf.fetched_at = [], f"{error.code}: {error}", now
+            log.warning("search at %s failed: %s", name, error)
+            return
+        shelf.offers, shelf.trouble, shelf.fetched_at = offers, "", now
+        self._remember(offers, now)
+        if billing is Billing.SPOT_BID:
+            await self._refresh_ceilings(name, max(max_age_s, CEILINGS_S))
+
+    async def _search(self, name: str, query: OfferQuery) -> list[Offer]:
+        try:
+            async with asyncio.timeout(SEARCH_S):
+                return await self.core.providers[name].search(query)
+        except TimeoutError as error:
+            raise Transient(f"no offers within {SEARCH_S:.0f} s", provider=name) from error
 
     async def _refresh_ceilings(self, name: str, max_age_s: float) -> None:
         """What machines of a provider that takes bids cost on demand. Without an answer the last one stands."""
@@ -112,7 +151,7 @@ class Market:
             shelf.fetched_at = now
             try:
                 query = OfferQuery(billing=Billing.ON_DEMAND, min_ports=0, limit=1000)
-                shelf.offers = await self.core.providers[name].search(query)
+                shelf.offers = await self._search(name, query)
             except ProviderError as error:
                 shelf.offers, shelf.trouble = [], f"{error.code}: {error}"
                 log.warning("on-demand prices of %s can't be read: %s", name, error)
@@ -179,20 +218,31 @@ class Market:
     async def ranked(self, session: AsyncSession, view: JobView) -> Ranking:
         """All offers of the job's providers by ρ, those that it may not rent at the end."""
         names = view.spec.fleet.providers or list(self.core.providers)
-        prices = list(await session.scalars(select(SpotPrice).order_by(SpotPrice.id)))
+        shelves = {
+            name: self._shelves.get((name, self.billing(name, view.spec.fleet.interruptible)), Shelf())
+            for name in names
+            if name in self.core.providers
+        }
+        prices = await _newer_prices(session, {n: s.fetched_at for n, s in shelves.items() if s.offers})
         now = self.core.clock()
         cooling = {
             (c.provider, c.machine_id): c.reason
             for c in await session.scalars(select(Cooldown).where(Cooldown.until > now))
         }
         offers: list[Offer] = []
-        for name in names:
-            if name not in self.core.providers:
-                continue
-            shelf = self._shelves.get((name, self.billing(name, view.spec.fleet.interruptible)), Shelf())
+        for name, shelf in shelves.items():
             fresh = [row for row in prices if row.provider == name and row.received_at > shelf.fetched_at]
             offers += [_with_spot_price(offer, fresh) for offer in shelf.offers] if fresh else shelf.offers
         return rank(offers, view, self._known(offers, cooling))
+
+
+async def _newer_prices(session: AsyncSession, fetched_at: Mapping[str, float]) -> list[SpotPrice]:
+    """What was told since the offers of these providers were read, oldest first."""
+    if not fetched_at:
+        return []
+    since = min(fetched_at.values())
+    query = select(SpotPrice).where(SpotPrice.received_at > since, SpotPrice.provider.in_(list(fetched_at)))
+    return list(await session.scalars(query.order_by(SpotPrice.id)))
 
 
 def _with_spot_price(offer: Offer, prices: Sequence[SpotPrice]) -> Offer:

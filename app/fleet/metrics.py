@@ -5,6 +5,8 @@ Invariant: names and labels are those that docs/operations.md lists; gauges are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 
@@ -29,6 +31,10 @@ class Metrics:
             "echo2_bubble_ratio", "Share of the time that the learner waits", job, registry=registry
         )
         self.reward = Gauge("echo2_reward", "Mean reward", ["job", "split"], registry=registry)
+        self.learner = Gauge(
+            "echo2_learner", "What the learner told of its newest step", ["job", "name"], registry=registry
+        )
+        self._told: dict[str, set[str]] = {}
 
     def _rollouts(self, job: list[str], registry: CollectorRegistry) -> None:
         self.dropped = Counter(
@@ -89,6 +95,17 @@ class Metrics:
         self.requests = Counter(
             "echo2_provider_requests_total", "Calls to providers", ["provider", "call", "outcome"], registry=registry
         )
+
+    def learner_step(self, job: str, numbers: Mapping[str, float]) -> None:
+        """The numbers of a job's newest step, without those of single nodes, which come and go; those that this step
+        doesn't have are taken out."""
+        told = {name: value for name, value in numbers.items() if "_node_" not in name}
+        for name in self._told.pop(job, set()) - told.keys():
+            self.learner.remove(job, name)
+        for name, value in told.items():
+            self.learner.labels(job, name).set(value)
+        if told:
+            self._told[job] = set(told)
 
     def provider_request(self, provider: str, call: str, outcome: str) -> None:
         """Count one request of an adapter."""

@@ -6,6 +6,7 @@ same moment writes nothing twice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -156,6 +157,14 @@ def exposure_of(leases: Sequence[Lease], now: float, *, budget: int, wind_down_s
         wind_down_s=wind_down_s,
         unseen=sum(_unseen(x, now) for x in live),
     )
+
+
+def queue_s(providers: Iterable[str], each_s: Mapping[str, float]) -> float:
+    """How much longer a lease lives on average when all are given back at once, because destroy calls at a provider
+    go `each_s` apart. `providers`: of each lease. Pure."""
+    counts = Counter(providers)
+    waits = sum(each_s.get(name, 0.0) * n * (n - 1) / 2 for name, n in counts.items())
+    return waits / max(1, counts.total())
 
 
 def _unseen(lease: Lease, now: float) -> int:

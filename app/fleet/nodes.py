@@ -12,7 +12,7 @@ import secrets
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import links, starts, tokens
+from app.fleet import links, model_files, partials, proving, returns, starts, tokens, waiting
 from app.fleet.estimates import smooth, weight
 from app.fleet.leases import UNFIT_S, token_hash
 from app.fleet.measured import take_node
@@ -48,12 +48,14 @@ class Nodes(Roster):
 
     async def join(self, token: str, request: JoinRequest) -> JoinAnswer:
         """Turn a one-time join token into a node. Raises Unauthorized, or Gone for a used token, a closed lease, or a
-        machine that is less than what was rented."""
+        machine that is less than what was rented, or gives no proofs where the job asks for them."""
         node_token = "nt_" + secrets.token_urlsafe(32)
         await self._turn_strangers_away(token)
         async with self.core.db.write() as session:
             lease, job = await self._by_join_token(session, token)
-            lack = starts.shortfall(lease, request.facts)
+            lack = starts.shortfall(lease, request.facts) or proving.lack(
+                request.engine, request.proofs, JobSpec.model_validate(job.spec).trust.proofs
+            )
             if lack:
                 await self._turn_away(session, lease, lack)
             else:
@@ -63,7 +65,7 @@ class Nodes(Roster):
             lease.facts = request.facts.model_dump() if request.facts is not None else None
         self.core.announce(job.id)
         if lack:
-            raise Gone(f"this machine is less than what was rented: {lack}")
+            raise Gone(f"this machine is less than what was wanted: {lack}")
         return await self._join_answer(job, lease, node, node_token, directives)
 
     async def _turn_strangers_away(self, token: str) -> None:
@@ -158,6 +160,7 @@ class Nodes(Roster):
             snapshot_bytes=job.snapshot_bytes,
             task_files=task_files,
             rewards=spec.rewards,
+            proofs=spec.trust.proofs,
             directives=directives,
         )
 
@@ -185,7 +188,7 @@ class Nodes(Roster):
 
     def _take(self, session: AsyncSession, node: Node, lease: Lease, beat: Heartbeat) -> None:
         now = self.core.clock()
-        node.heartbeat_at = now
+        passed_s, node.heartbeat_at = now - node.heartbeat_at, now
         node.policy_version = beat.policy_version
         # The control side's wish to drain outlives what the node last knew of it.
         # Only `leave`, which also gives the lease back, makes it gone.
@@ -202,9 +205,9 @@ class Nodes(Roster):
                     node=node.id,
                 )
             node.state, node.state_since = state, now
-        # A self-test beside other starts comes out low: believed, it would rent a machine that is soon given back.
-        node.mu_measured = None if beat.probed else beat.rollouts_per_s
-        node.tokens_per_s = beat.tokens_per_s
+        if said := waiting.believe(node, beat, passed_s=passed_s, waited_s=self.core.waits.take(node.id)):
+            message = f"{lease.gpu_name} says {said:.4g} rollouts/s, and is believed {node.mu_measured:.4g} of them"
+            self.core.emit(session, node.job_id, "speed_doubted", message, node=node.id)
         node.busy_share = beat.busy_share
         tokens.count(self.core, node, beat)
         node.bytes_down, node.bytes_up = beat.bytes_down, beat.bytes_up
@@ -285,22 +288,34 @@ class Nodes(Roster):
         self.core.signals.notify("tick")
 
     async def report(self, node_id: str, report: Report) -> None:
-        """A fault that a node saw. Who lies about bytes twice loses its place and its lease."""
+        """A fault that a node saw, or work that it gives back. Who lies about bytes twice loses its place and its
+        lease."""
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
             message = f"{report.kind} {report.subject}: {report.detail}"
-            self.core.emit(session, node.job_id, report.kind, message, node=node.id, subject=report.subject)
-            if report.kind == "task_error":
-                await self._hand_back(session, node, report.subject)
-            # Only who may pull from a node can know that it lies.
-            seen = report.kind == "upstream_lied" and report.subject in {u["node_id"] for u in node.upstreams}
-            liar = await session.get(Node, report.subject) if seen else None
-            if liar is None:
-                return
-            liar.lies += 1
-            if liar.lies >= LIES_TOLERATED and liar.state in LIVE:
-                lease = await session.get_one(Lease, liar.lease_id)
-                why = f"served bytes that do not match their hash, {liar.lies} times"
-                await self._depart(session, liar, NodeState.LOST, why)
-                await self.leases.cool_down(session, lease, why)
-                self.leases.request_release(session, lease, why)
+            self.core.emit(
+                session, node.job_id, report.kind, message,
+                node=node.id, subject=report.subject, groups=len(returns.named(report)),
+            )  # fmt: skip
+            spare = await returns.take(self.core, session, node, report)
+            await self._act_on(session, node, report)
+        await partials.release(self.core, spare)
+        if returns.named(report):
+            self.core.announce(node.job_id, "work")
+
+    async def _act_on(self, session: AsyncSession, node: Node, report: Report) -> None:
+        if report.kind == "hub_failed":
+            job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
+            job.assets = model_files.want(job.assets)
+        # Only who may pull from a node can know that it lies.
+        seen = report.kind == "upstream_lied" and report.subject in {u["node_id"] for u in node.upstreams}
+        liar = await session.get(Node, report.subject) if seen else None
+        if liar is None:
+            return
+        liar.lies += 1
+        if liar.lies >= LIES_TOLERATED and liar.state in LIVE:
+            lease = await session.get_one(Lease, liar.lease_id)
+            why = f"served bytes that do not match their hash, {liar.lies} times"
+            await self._depart(session, liar, NodeState.LOST, why)
+            await self.leases.cool_down(session, lease, why)
+            self.leases.request_release(session, lease, why)

@@ -159,14 +159,19 @@ class Notices:
         return count
 
     async def _listen(self, provider: Provider) -> None:
-        """A stream that breaks is opened again; one that ends by itself has nothing to tell."""
-        wait = FIRST_WAIT_S
+        """A stream that breaks, however it breaks, is opened again; one that ends by itself has nothing to tell."""
+        wait, now = FIRST_WAIT_S, asyncio.get_running_loop().time
         while True:
-            try:
-                await self.listen_once(provider)
-            except (ProviderError, SQLAlchemyError, OSError) as error:
-                log.warning("notices of %s broke off: %s", provider.name, error)
-                await asyncio.sleep(wait)
-                wait = min(LONGEST_WAIT_S, wait * 2)
-            else:
+            began = now()
+            (result,) = await asyncio.gather(self.listen_once(provider), return_exceptions=True)
+            if not isinstance(result, BaseException):
                 return
+            expected = isinstance(result, ProviderError | SQLAlchemyError | OSError)
+            log.log(
+                logging.WARNING if expected else logging.ERROR, "notices of %s broke off: %s", provider.name, result,
+                exc_info=None if expected else result,
+            )  # fmt: skip
+            if now() - began > LONGEST_WAIT_S:
+                wait = FIRST_WAIT_S
+            await asyncio.sleep(wait)
+            wait = min(LONGEST_WAIT_S, wait * 2)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import httpx
 from pydantic import SecretStr
-from sqlalchemy import ColumnElement, or_, select
+from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from standardwebhooks import Webhook
 
@@ -39,6 +39,9 @@ KEEP_S = 24 * 3600.0
 """A message that was not taken for so long is dropped."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
 POLL_S = 2.0
+PASSED_OVER = 200
+"""So many events of which nobody is told may lie before the next one that is: each look goes through them."""
+PASS_OVER_EACH_S = 60.0
 AT_ONCE = 16
 """Addresses that are spoken to at the same time."""
 
@@ -84,9 +87,13 @@ class Notifier:
         await self.outward.aclose()
 
     async def _run(self) -> None:
+        passed_over = self.core.clock()
         while True:
             try:
                 await self.begin()
+                if self.core.clock() - passed_over >= PASS_OVER_EACH_S:
+                    passed_over = self.core.clock()
+                    await self.pass_over()
             except (OSError, SQLAlchemyError) as error:
                 log.warning("notifications wait: %s", error)
             await asyncio.sleep(POLL_S)
@@ -100,6 +107,20 @@ class Notifier:
             task = asyncio.create_task(self._guarded(job_id))
             self._busy[job_id] = task
         return list(self._busy.values())
+
+    async def pass_over(self) -> None:
+        """Put the marks of jobs that have nothing to tell behind the events of which nobody is told: else a look costs
+        more with each of them."""
+        newest = select(func.max(Event.id)).where(Event.job_id == Outbox.job_id).scalar_subquery()
+        untold = select(Event.id).where(Event.job_id == Outbox.job_id, Event.id > Outbox.event_id, _told())
+        behind = select(Outbox.job_id).where(newest - Outbox.event_id > PASSED_OVER, ~untold.exists())
+        async with self.core.db.read() as session:
+            if (await session.scalars(behind.limit(1))).first() is None:
+                return
+        async with self.core.db.write() as session:
+            for row in await session.scalars(select(Outbox).where(Outbox.job_id.in_(behind))):
+                mine = select(func.max(Event.id)).where(Event.job_id == row.job_id)
+                row.event_id = int(await session.scalar(mine) or row.event_id)
 
     async def sweep(self) -> None:
         """Deliver what can be delivered now, and return when that is done."""

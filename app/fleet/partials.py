@@ -52,6 +52,7 @@ def read(data: bytes, expected: Mapping[str, trajectory.Expected], newest: int, 
     partial.validate(
         table, expected,
         newest_version=newest, max_tokens=spec.sampling.max_tokens, quantised=spec.snapshot.quantise,
+        proofs=spec.trust.proofs,
     )  # fmt: skip
     return table
 

@@ -82,13 +82,13 @@ def stuck(
 ) -> str:
     """Why a start that tells of itself has to be given up at `now`; empty while it need not.
 
-    `began`: when the machine was rented, or its node joined. `waits`: there is nothing yet that it could fetch, which
-    is not its fault. `join_s`: the setting.
+    `began`: when the machine was rented, or its node joined. `waits`: what it is to fetch in this phase is not there
+    yet, which is not its fault. `join_s`: the setting.
     """
     if standing.phase is StartPhase.ACTIVE or (waits and standing.phase is StartPhase.WARMING):
         return ""
     still, limit = now - standing.moved_at, limit_s(standing.phase, model_bytes)
-    if limit is not None and still > limit:
+    if limit is not None and still > limit and not (waits and standing.phase is StartPhase.FETCHING):
         return f"stuck while {words(standing)}: nothing moved for {still:.0f} s"
     if now - began > PATIENCE * join_s:
         return f"too slow: {words(standing)} after {now - began:.0f} s"

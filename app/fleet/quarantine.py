@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import bids, partials, trust
+from app.fleet import bids, heldout, partials, trust
 from app.fleet.core import Core
 from app.fleet.sizes import size_of
 from app.protocol.audits import Audit, AuditAnswer
@@ -47,9 +47,10 @@ async def take(core: Core, roster: Roster, session: AsyncSession, job: Job, audi
         node = await session.get(Node, audit.node_id)
         if node is None or node.job_id != job.id or await _known(session, audit):
             continue
+        weighed = await heldout.weighed(session, audit)
         session.add(_row(core, job, audit))
         core.metrics.audits.labels(job.id, audit.verdict).inc()
-        standing = trust.after(standing_of(node), audit, bound)
+        standing = trust.after(standing_of(node), weighed, bound)
         _keep(node, standing)
         why = trust.guilt(standing, audit, bound)
         if why and node.quarantined_at is None:
@@ -120,7 +121,7 @@ async def _withdraw(core: Core, session: AsyncSession, job: Job, node: Node) -> 
     await session.execute(
         update(ExamItem)
         .where(ExamItem.job_id == job.id, ExamItem.node_id == node.id, ExamItem.status == ItemStatus.ACCEPTED)
-        .values(status=ItemStatus.PENDING, node_id=None, deadline_at=None)
+        .values(status=ItemStatus.PENDING, node_id=None, deadline_at=None, trajectory_seq=None)
     )
     return withdrawn, objects
 
@@ -156,7 +157,7 @@ def standing_of(node: Node) -> trust.Standing:
     return trust.Standing(
         audits=node.audits, passed=node.audits_passed, failures=node.audit_failures, rms=node.audit_rms,
         kl=node.audit_kl, drift=node.audit_drift, surprise=node.audit_surprise, variance=node.audit_variance,
-        spread=node.audit_spread, jump=node.audit_jump, excess=node.audit_excess,
+        spread=node.audit_spread, jump=node.audit_jump, excess=node.audit_excess, ungreedy=node.audit_ungreedy,
     )  # fmt: skip
 
 
@@ -165,6 +166,7 @@ def _keep(node: Node, standing: trust.Standing) -> None:
     node.audit_rms, node.audit_kl, node.audit_drift = standing.rms, standing.kl, standing.drift
     node.audit_surprise, node.audit_variance = standing.surprise, standing.variance
     node.audit_spread, node.audit_jump, node.audit_excess = standing.spread, standing.jump, standing.excess
+    node.audit_ungreedy = standing.ungreedy
 
 
 async def _known(session: AsyncSession, audit: Audit) -> bool:

@@ -6,7 +6,9 @@ a label of this fleet that no live lease owns is destroyed; other labels are nev
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -16,7 +18,7 @@ from app.fleet.core import Core
 from app.fleet.leases import COOLDOWN_S, UNFIT_S, Leases, label_prefix
 from app.protocol.base import usd
 from app.storage.models import Job, Lease, LeaseState, Node
-from providers.base import Billing, Instance, Listing, Phase, ProviderError
+from providers.base import Billing, Instance, Listing, Phase, ProviderError, Transient
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ RATE_NEWS = 0.01
 """A rate that moves by less than this share is no news."""
 LISTING_LAG_S = 20.0
 """A fresh instance may be missing from a listing for this long."""
+LIST_S = 300.0
+"""A list that takes longer counts as one that can't be read."""
 WORDS = {
     Phase.PAUSED: "interrupted: stopped or outbid",
     Phase.FAILED: "the machine will not run",
@@ -41,7 +45,8 @@ class Reconciler:
         self.leases = leases
         self.trouble: dict[str, str] = {}
         """Provider → why it can't be used now."""
-        self._strangers: dict[str, int] = {}
+        self._strangers: dict[tuple[str, str], int] = {}
+        """Provider and instance → in how many lists in a row it was nobody's."""
         self._told: set[tuple[str, str]] = set()
         """Lease and state that somebody was told of to be overdue."""
 
@@ -50,7 +55,7 @@ class Reconciler:
         with self.core.metrics.reconcile.time():
             asked_at = self.core.clock()
             try:
-                listing = await self.core.providers[provider].list()
+                listing = await self._list(provider)
             except ProviderError as error:
                 self.trouble[provider] = f"{error.code}: {error}"
                 log.warning("listing of %s failed: %s", provider, error)
@@ -63,9 +68,19 @@ class Reconciler:
                 await self.leases.accounts.listed(session, provider, None)
                 strangers = await self._compare(session, provider, listing, asked_at)
                 await self._overdue(session, provider)
+            seen = {(provider, i.instance_id) for i in strangers}
+            for key in [k for k in self._strangers if k[0] == provider and k not in seen]:
+                del self._strangers[key]
             for instance in strangers:
                 await self._destroy_stranger(provider, instance)
             await increases.follow(self.core, provider)
+
+    async def _list(self, provider: str) -> Listing:
+        try:
+            async with asyncio.timeout(LIST_S):
+                return await self.core.providers[provider].list()
+        except TimeoutError as error:
+            raise Transient(f"its list was not whole within {LIST_S:.0f} s", provider=provider) from error
 
     async def _overdue(self, session: AsyncSession, provider: str) -> None:
         """What no listing has moved on for too long: time alone ends it, or somebody has to know."""
@@ -87,21 +102,26 @@ class Reconciler:
 
     async def _compare(self, session: AsyncSession, provider: str, listing: Listing, asked_at: float) -> list[Instance]:
         prefix = label_prefix(self.core.settings.fleet_id)
-        ours = {i.label: i for i in listing.instances if i.label.startswith(prefix)}
+        ours: dict[str, list[Instance]] = {}
+        for one in listing.instances:
+            if one.label.startswith(prefix):
+                ours.setdefault(one.label, []).append(one)
         rows = list(await session.scalars(select(Lease).where(Lease.provider == provider, self._interesting(ours))))
+        strangers: list[Instance] = []
         for lease in rows:
+            found = ours.pop(lease.label, [])
             if lease.id in self.leases.creating or lease.created_at > asked_at:
                 continue
-            instance = ours.get(lease.label)
+            instance = _own(lease, found)
+            strangers += [i for i in found if i is not instance]
             if instance is not None:
                 await self._present(session, lease, instance, asked_at)
             elif listing.complete:
                 await self._absent(session, lease)
-        known = {lease.label for lease in rows}
-        return [i for label, i in ours.items() if label not in known]
+        return strangers + [i for found in ours.values() for i in found]
 
     @staticmethod
-    def _interesting(ours: dict[str, Instance]) -> ColumnElement[bool]:
+    def _interesting(ours: Mapping[str, object]) -> ColumnElement[bool]:
         return Lease.state.in_([s for s in LeaseState if s.open]) | Lease.label.in_(list(ours))
 
     async def _present(self, session: AsyncSession, lease: Lease, instance: Instance, asked_at: float) -> None:
@@ -234,13 +254,16 @@ class Reconciler:
                 return
             self.leases.released(session, lease, lease.reason)
         elif state in (LeaseState.INTENT, LeaseState.UNKNOWN):
-            if now - lease.created_at >= self.core.settings.settle_seconds:
+            # Other create calls may have gone first: what counts is when this one became unclear.
+            if now - lease.state_since >= self.core.settings.settle_seconds:
                 self.leases.move(lease, LeaseState.REFUSED, "never appeared at the provider")
                 self.core.emit(
                     session, lease.job_id, "lease_refused", "the create call left nothing behind", lease=lease.id
                 )
                 await self.leases.cool_down(session, lease, "create call without outcome")
-        elif now - lease.created_at > LISTING_LAG_S or lease.gpu_since is not None:
+        elif now - (lease.state_since if state is LeaseState.BOOTING else lease.created_at) > LISTING_LAG_S or (
+            lease.gpu_since is not None
+        ):
             lease.missing_lists += 1
             if lease.missing_lists >= 2:
                 lease.interrupted = True
@@ -252,9 +275,10 @@ class Reconciler:
                 self.leases.released(session, lease, "vanished from the provider's list")
 
     async def _destroy_stranger(self, provider: str, instance: Instance) -> None:
-        """Our label, no lease of ours: left by a database that is gone. Seen twice, it is destroyed."""
-        seen = self._strangers.get(instance.instance_id, 0) + 1
-        self._strangers[instance.instance_id] = seen
+        """Our label, no lease of ours (left by a database that is gone), or not the machine of its lease (made twice).
+        Seen twice, it is destroyed."""
+        key = (provider, instance.instance_id)
+        seen = self._strangers[key] = self._strangers.get(key, 0) + 1
         if seen < 2:
             return
         try:
@@ -266,3 +290,10 @@ class Reconciler:
             self.core.emit(
                 session, None, "orphan_destroyed", f"instance {instance.instance_id} ({instance.label}) had no lease"
             )
+
+
+def _own(lease: Lease, found: Sequence[Instance]) -> Instance | None:
+    """The machine of a lease among those that carry its label; another is its own only if it has none that lives."""
+    same = next((i for i in found if i.instance_id == lease.instance_id), None)
+    settled = lease.instance_id is not None and LeaseState(lease.state).usable
+    return same if same is not None or settled or not found else found[0]

@@ -47,7 +47,12 @@ class Releases:
         """Send what is due; calls that take long go on by themselves."""
         async with self.core.db.read() as session:
             rows = await session.scalars(
-                select(Lease).where(Lease.state == LeaseState.RELEASING, Lease.ended_at.is_(None))
+                select(Lease).where(
+                    Lease.state == LeaseState.RELEASING,
+                    Lease.ended_at.is_(None),
+                    # Those at others are told of in `strays`.
+                    Lease.provider.in_(list(self.core.providers)),
+                )
             )
             due = [lease for lease in rows if self._due(lease)]
         self._under_way.update(lease.id for lease in due)

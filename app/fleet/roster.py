@@ -24,8 +24,10 @@ from app.storage.models import ItemStatus, Job, Lease, LeaseState, Node, WorkIte
 log = logging.getLogger(__name__)
 
 LIVE = (NodeState.JOINING, NodeState.WARMING, NodeState.ACTIVE, NodeState.DRAINING)
-DRAIN_S = 20.0
-"""A draining node is given this long to finish and leave."""
+DRAIN_S = 45.0
+"""A draining node is given this long to leave: it samples on for 30 s, and then hands over what is not finished."""
+ENDING_DRAIN_S = 20.0
+"""The same where the job itself ends, or is out of money: nobody goes on with what it has begun."""
 LIES_TOLERATED = 2
 PRESIGN_MAX_S = 7 * 24 * 3600.0
 """S3 signs no URL for longer."""
@@ -98,14 +100,6 @@ class Roster:
         node_mbps = statistics.median_low(links) if links else min(uplink, 100.0)
         return transport.cheapest(transport.estimate(size, len(pairs), uplink, node_mbps, prices)).transport
 
-    @staticmethod
-    async def _hand_back(session: AsyncSession, node: Node, item_id: str) -> None:
-        """A work item that this node can't score is somebody else's."""
-        item = await session.get(WorkItem, item_id)
-        if item is not None and item.node_id == node.id and item.status == ItemStatus.LEASED:
-            item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
-        await Exams.hand_back(session, node.id, [item_id])
-
     async def retire(self, session: AsyncSession, lease: Lease, reason: str) -> None:
         """Give a lease back in order: its node drains first, if it has one that works."""
         node = (await session.scalars(select(Node).where(Node.lease_id == lease.id))).first()
@@ -142,7 +136,7 @@ class Roster:
                 await self.leases.cool_down(session, lease, why)
                 self.core.emit(session, job.id, "node_lost", f"{lease.gpu_name}: {why}", node=node.id)
                 self.leases.request_release(session, lease, why)
-            elif node.drain and now - node.state_since > DRAIN_S:
+            elif node.drain and now - node.state_since > (DRAIN_S if job.outcome is None else ENDING_DRAIN_S):
                 await self._depart(session, node, NodeState.GONE, lease.reason)
                 self.leases.request_release(session, lease, lease.reason)
             elif node.files_refused >= REFUSED_TOLERATED:

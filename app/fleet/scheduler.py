@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from sqlalchemy import delete, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.fleet import money, partials
+from app.fleet import heldout, money, partials
 from app.fleet.accounts import Accounts
 from app.fleet.bills import Bills
 from app.fleet.controller import Controller
 from app.fleet.core import Core
 from app.fleet.costs import Costs
 from app.fleet.leases import Leases
+from app.fleet.litter import Litter
 from app.fleet.reconcile import Reconciler
 from app.fleet.roster import LIVE
 from app.fleet.stored import StoredSnapshots
-from app.protocol.errors import EchoError
+from app.fleet.strays import Strays
 from app.protocol.job import FINAL_STATUSES
 from app.storage.models import IdempotencyRecord, Job, Lease, LeaseState, Node, SpotPrice, WebhookId
-from providers.base import ProviderError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,10 @@ UNSETTLED = (LeaseState.INTENT, LeaseState.UNKNOWN, LeaseState.BOOTING, LeaseSta
 SILENCE_EACH_S = 2.0
 """A node whose time is up is lost now, and not at the next tick."""
 KEEP_IDS_S = 24 * 3600.0
-KEEP_PRICES_S = 7 * 24 * 3600.0
+KEEP_PRICES_S = 3600.0
+"""A price counts until its provider's offers are read anew."""
+PATIENCE_S = 10.0
+"""So long a round waits for the providers' lists: one that is slow keeps nobody from acting on the others'."""
 
 
 class Loop:
@@ -57,8 +62,13 @@ class Loop:
         self.leases = leases
         self.reconciler = reconciler
         self.snapshots = StoredSnapshots(core)
+        self.litter = Litter(core)
         self.last_round_at = 0.0
+        self.patience_s = PATIENCE_S
+        self.strays = Strays(core, leases)
         self._reconciled_at: dict[str, float] = {}
+        self._listing: dict[str, asyncio.Task[None]] = {}
+        """Providers whose list is being read."""
         self._silent: set[str] = set()
         """Nodes for whose silence the loop was woken: once each, for not every round may act on it."""
         self._one = asyncio.Lock()
@@ -89,16 +99,17 @@ class Loop:
         async with self._one:
             await self.leases.drain_tasks()
 
-    async def _watch(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+    async def _watch(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             news = self.core.signals.subscribe(name)
             if await self.core.signals.wait(news, 60.0):
-                await work()
+                await self._guarded(f"what {name} asked for", work())
 
     async def round(self) -> None:
         """Reconcile where it is due, act for every job, accrue."""
         async with self._one:
             await self._guarded("reconcile", self._reconcile())
+            await self._guarded("strays", self.strays.look())
             await self._guarded("balances", self.accounts.check())
             await self._guarded("releases", self.leases.perform_releases())
             for job_id in await self._live_jobs():
@@ -131,12 +142,17 @@ class Loop:
         async with self._one:
             await self._guarded("releases", self.leases.perform_releases())
 
-    async def _guarded(self, what: str, work: Awaitable[None]) -> None:
-        """One part that fails must not keep the others, and other jobs, from their turn."""
+    async def _guarded(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        """One part that fails, however it fails, must not keep the others, and other jobs, from their turn."""
+        task = asyncio.create_task(work)
         try:
-            await work
-        except (EchoError, ProviderError, SQLAlchemyError, OSError, ValueError, LookupError) as error:
-            log.exception("%s failed: %s", what, error)
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task}, timeout=5.0)
+            raise
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed: %s", what, error, exc_info=error)
 
     async def _live_jobs(self) -> list[str]:
         async with self.core.db.read() as session:
@@ -161,8 +177,16 @@ class Loop:
             or now - self._reconciled_at[name] >= self.core.settings.reconcile_seconds
         ]
         for name in due:
-            self._reconciled_at[name] = now
-        await asyncio.gather(*(self.reconciler.run(name) for name in due))
+            if name not in self._listing:
+                self._reconciled_at[name] = now
+                task = self.leases.spawn(self._guarded(f"reconcile with {name}", self.reconciler.run(name)))
+                self._listing[name] = task
+                task.add_done_callback(partial(self._was_read, name))
+        if reading := {self._listing[name] for name in due if name in self._listing}:
+            await asyncio.wait(reading, timeout=self.patience_s)
+
+    def _was_read(self, name: str, task: asyncio.Task[None]) -> None:
+        self._listing.pop(name, None)
 
     async def _accrue(self) -> None:
         async with self.core.db.write() as session:
@@ -192,3 +216,5 @@ class Loop:
             await session.execute(delete(SpotPrice).where(SpotPrice.received_at < now - KEEP_PRICES_S))
         await self._guarded("removal of old snapshots", self.snapshots.collect())
         await self._guarded("removal of what jobs left behind", partials.collect(self.core))
+        await self._guarded("removal of old rollouts", self.litter.collect())
+        await self._guarded("removal of held-out answers", heldout.sweep(self.core))

@@ -19,6 +19,7 @@ from app.fleet.lifecycle import Lifecycle
 from app.fleet.nodes import Nodes
 from app.fleet.priced import Priced
 from app.fleet.purse import Room
+from app.fleet.roster import ENDING_DRAIN_S
 from app.fleet.sight import Seen
 from app.protocol.base import usd
 from app.protocol.job import JobStatus
@@ -41,7 +42,8 @@ class Spending:
     ) -> tuple[list[Choice], Room]:
         """Of the wanted offers those that budget and caps allow, one after the other, and the room left beside them."""
         settings, now = self.core.settings, self.core.clock()
-        exposure = money.exposure(seen.job, seen.leases, now, settings.wind_down_seconds, before=seen.before)
+        kept = self.core.wind_down_s(seen.leases)
+        exposure = money.exposure(seen.job, seen.leases, now, kept, before=seen.before)
         choices, extra = [], 0
         for p in wanted:
             held = replace(exposure, pending_micros_h=exposure.pending_micros_h + extra)
@@ -57,6 +59,13 @@ class Spending:
         if choices:
             self._told.discard(seen.job.id)
         return choices, room
+
+    def spare(self, seen: Seen) -> int:
+        """By how much the job's budget lets the rates of its machines rise together, micro-dollars per hour."""
+        settings = self.core.settings
+        kept = self.core.wind_down_s(seen.leases)
+        exposure = money.exposure(seen.job, seen.leases, self.core.clock(), kept, before=seen.before)
+        return budget.spare_rate(exposure, settings.min_lease_seconds)
 
     def hold(
         self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced], choices: Sequence[Choice], left: Room,
@@ -105,11 +114,20 @@ class Spending:
             reason = f"max_usd_total {usd(room.exposure.budget)} is used up" if room.exposure else ""
             for lease in seen.usable:
                 await self.nodes.retire(session, lease, reason)
+            self._hurry(session, seen, reason)
             self.accounts.hold(session, seen.job.id, f"{reason}: everything is given back")
             return True
         await self._shed(session, seen, room)
         await self._leave_dry(session, seen, room, margin_s)
         return False
+
+    def _hurry(self, session: AsyncSession, seen: Seen, reason: str) -> None:
+        """Nobody goes on with what these nodes have begun: they are given no longer than at the end of a job."""
+        for lease in seen.leases:
+            node = seen.nodes.get(lease.id)
+            leaving = node is not None and node.drain and LeaseState(lease.state).usable
+            if leaving and node is not None and self.core.clock() - node.state_since > ENDING_DRAIN_S:
+                self.nodes.leases.request_release(session, lease, reason)
 
     async def _shed(self, session: AsyncSession, seen: Seen, room: Room) -> None:
         """Give back the dearest of this job until what stays is within the cap per hour again."""
@@ -123,7 +141,7 @@ class Spending:
     async def _leave_dry(self, session: AsyncSession, seen: Seen, room: Room, margin_s: float) -> None:
         """Give back in order what a provider would stop for want of credit before it is looked at again."""
         settings = self.core.settings
-        horizon = margin_s + settings.wind_down_seconds + settings.reconcile_seconds
+        horizon = margin_s + self.core.wind_down_s(seen.leases) + settings.reconcile_seconds
         for lease in seen.usable:
             if room.dry(lease.provider, horizon):
                 await self.nodes.retire(session, lease, f"the credit at {lease.provider} is nearly used up")

@@ -5,7 +5,7 @@ Invariant: `late` is the one place where a start's time runs out, before the joi
 
 from __future__ import annotations
 
-from app.fleet import phases
+from app.fleet import model_files, phases
 from app.fleet.bootstrap import OWN_MACHINES
 from app.fleet.phases import Standing
 from app.protocol.node import NodeState
@@ -53,7 +53,8 @@ def late_node(lease: Lease, node: Node, job: Job, now: float, join_s: float, lis
         age = now - node.joined_at
         return f"joined {age:.0f} s ago and does not work yet" if age > join_s else ""
     model = MODEL_BYTES * (job.parameters or 0)
-    waits = job.published_version is None
+    fetching = at.phase is StartPhase.FETCHING
+    waits = model_files.coming(job.assets) if fetching else job.published_version is None
     return _late(at, now, node.joined_at, join_s, listening_since, model, waits)
 
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 20.0
 MAX_STARTS_WITHOUT_STEP = 4
+TAIL_BYTES = 64 << 10
 
 
 class Supervisor:
@@ -90,9 +91,14 @@ class Supervisor:
     def log_tail(self, job_id: str, lines: int = 5) -> str:
         """The last lines that the learner printed, for a reason that a person can read."""
         path = self.workdir(job_id) / "learner.log"
-        if not path.exists():
+        try:
+            with path.open("rb") as file:
+                # It holds all that learners of this job ever said.
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
             return ""
-        return " | ".join(path.read_text(errors="replace").strip().splitlines()[-lines:])[-1000:]
+        return " | ".join(text.strip().splitlines()[-lines:])[-1000:]
 
 
 def _ranks(count: int) -> list[str]:

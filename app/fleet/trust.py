@@ -14,7 +14,11 @@ Three things are watched.
   further than its entropy; upwards tokens are counted only so far (`excess`), which can but lower the sum. z is that
   exponent as if it were a normal's: |z| > 6 comes by chance once in 65 million nodes' lives. TOLERANCE leaves out what
   the roundings of an engine may do to its distribution, or a long life would convict everybody.
+* *Likeliest answers*. Tokens of a greedy held-out answer that are not the likeliest ones by far more than rounding
+  explains: such answers of a node add up, and hardly wear off. Drift and calibration leave greedy answers out.
 * *Failures*.
+
+Held-out answers are no help on probation: that ends with groups that are trained on.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from app.protocol.audits import Audit
 
 MOST_DRIFT = 5.0
 MOST_Z = 6.0
+MOST_UNGREEDY = 3.0
+UNGREEDY_WEAR = 0.02
+"""What a greedy answer that passed takes off: one outlier in fifty convicts nobody."""
 CAUGHT = frozenset({"copied", "replayed"})
 """Reasons of a refused file that chance or a fault of an honest node does not explain."""
 STRANGE = 5
@@ -58,6 +65,7 @@ class Standing:
     spread: float = 0.0
     jump: float = 0.0
     excess: float = 0.0
+    ungreedy: float = 0.0
 
     @property
     def z(self) -> float:
@@ -75,14 +83,16 @@ def _deviations(x: float, variance: float, jump: float) -> float:
 
 def after(standing: Standing, audit: Audit, max_rms: float) -> Standing:
     """The standing with one audit more."""
-    told = audit.tokens > 0
+    greedy = audit.heldout == "greedy"
+    told = audit.tokens > 0 and not greedy
     drift = standing.drift
-    if audit.tokens >= FEW and audit.verdict != "unclear":
-        drift = max(0.0, drift + min(2.0, max(-1.0, (audit.rms / max_rms) ** 2 - 1)))
+    if audit.tokens >= FEW and audit.verdict != "unclear" and not greedy:
+        least = 1.0 if audit.fault == "proof" else -1.0
+        drift = max(0.0, drift + min(2.0, max(least, (audit.rms / max_rms) ** 2 - 1)))
     return replace(
         standing,
         audits=standing.audits + 1,
-        passed=standing.passed + (audit.verdict == "passed"),
+        passed=standing.passed + (audit.verdict == "passed" and not audit.heldout),
         failures=standing.failures + (audit.verdict in ("suspect", "failed")),
         rms=_smooth(standing.rms, audit.rms) if told else standing.rms,
         kl=_smooth(standing.kl, audit.kl) if told else standing.kl,
@@ -92,7 +102,14 @@ def after(standing: Standing, audit: Audit, max_rms: float) -> Standing:
         spread=standing.spread + audit.spread,
         jump=max(standing.jump, audit.jump),
         excess=standing.excess + audit.excess,
+        ungreedy=_ungreedy(standing.ungreedy, audit) if greedy else standing.ungreedy,
     )
+
+
+def _ungreedy(before: float, audit: Audit) -> float:
+    if audit.fault == "greedy" and audit.verdict == "suspect":
+        return before + 1.0
+    return max(0.0, before - UNGREEDY_WEAR) if audit.verdict == "passed" else before
 
 
 def _smooth(old: float | None, new: float) -> float:
@@ -108,10 +125,17 @@ def guilt(standing: Standing, audit: Audit, max_rms: float) -> str:
     """Why a node is to be quarantined after this audit; empty: it is not. `standing` is that with the audit."""
     if audit.verdict == "failed":
         return f"{audit.fault}: {audit.detail} (work item {audit.work_item})"
+    if standing.drift >= MOST_DRIFT and audit.fault == "proof":
+        return f"drift: audit after audit is suspect, and in this one {audit.detail} (work item {audit.work_item})"
     if standing.drift >= MOST_DRIFT:
         return (
             f"drift: its log-probs are off by {standing.rms or 0.0:.3g} nats RMS, audit after audit "
             f"(trust.max_logprob_rms is {max_rms:g}; {standing.failures} of {standing.audits} audits not passed)"
+        )
+    if standing.ungreedy >= MOST_UNGREEDY:
+        return (
+            "greedy: again and again its answers to held-out prompts are not those that its version finds likeliest "
+            f"(the last: {audit.detail}, work item {audit.work_item})"
         )
     if abs(standing.z) > MOST_Z:
         what = "likelier" if standing.z < 0 else "less likely"

@@ -131,7 +131,7 @@ class Views:
         return {key: job.capacity.get(key) for key in keys}
 
     def _cost_summary(self, job: Job, found: Books) -> dict[str, Any]:
-        kept = self.core.settings.wind_down_seconds
+        kept = self.core.wind_down_s(found.leases)
         exposure = money.exposure(job, found.leases, self.core.clock(), kept, before=found.before)
         projected = _projected(job, exposure.spent)
         return {

@@ -17,10 +17,11 @@ from app.fleet.sizes import size_of
 from app.fleet.stored import in_store, stored_urls
 from app.protocol.errors import NotFound
 from app.protocol.job import JobStatus
+from app.protocol.learner_spec import LearnerSpec
 from app.protocol.node import NodeState, SnapshotUrls
 from app.protocol.work import UploadSlot, WorkAnswer, WorkRequest
 from app.protocol.work import WorkItem as WorkItemMessage
-from app.storage.models import ItemStatus, Job, Node, SnapshotRow, Step, WorkItem
+from app.storage.models import ItemStatus, Job, Lease, Node, SnapshotRow, Step, WorkItem
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,18 @@ class Work(HandBack):
 
     async def lease(self, node_id: str, request: WorkRequest) -> WorkAnswer:
         """Up to `max_items` groups, waiting up to `wait_s` until admission lets some out."""
+        began, got, waits = self.core.clock(), 0, self.core.waits
+        try:
+            answer = await self._lease(node_id, request)
+            got = len(answer.items)
+        finally:
+            waits.note(node_id, began, self.core.clock(), short=got < request.max_items)
+        if waits.due(node_id):
+            async with self.core.db.write() as session:
+                (await session.get_one(Node, node_id)).waited_s += waits.take(node_id)
+        return answer
+
+    async def _lease(self, node_id: str, request: WorkRequest) -> WorkAnswer:
         deadline = self.core.clock() + request.wait_s
         job_id = await self._job_of(node_id)
         while True:
@@ -121,17 +134,34 @@ class Work(HandBack):
                 f"more under v{request.policy_version} would be stale",
                 ahead,
             )
-        return min(count, self._share(job, node), request.max_items), "", ahead
+        room = await self._room(session, job, node)
+        if room == 0:
+            return 0, "dispatch: the speed of this node is not known; it gets more when what it has is handed in", ahead
+        return min(count, self._share(job, node), request.max_items, count if room is None else room), "", ahead
+
+    async def _room(self, session: AsyncSession, job: Job, node: Node) -> int | None:
+        """How many groups more a node may hold that nobody has measured; None for one that was."""
+        if node.mu_measured:
+            return None
+        batch = job.spec["batch"]
+        mine = select(WorkItem).where(WorkItem.node_id == node.id, WorkItem.status == ItemStatus.LEASED)
+        answers = sum(size_of(job, item) for item in await session.scalars(mine)) + await self.exams.held(session, node)
+        lease = await session.get_one(Lease, node.lease_id)
+        return admission.unmeasured(
+            prior=lease.mu_prior, group_size=batch["group_size"], prompts=batch["prompts"], t_train=job.t_train,
+            staleness=job.staleness_budget, held=answers / batch["group_size"],
+        )  # fmt: skip
 
     @staticmethod
     async def _consumed(session: AsyncSession, job: Job) -> int:
-        batch, learner = job.spec["batch"], job.spec["learner"]
-        prompts = int(batch["prompts"])
-        if not learner.get("refill", False):
+        """Groups that the next step will consume at least. Counted in groups: where their sizes vary, a step's rollouts
+        over the job's size are more than that when it got many large ones, and what was let out then grew stale."""
+        prompts, learner = int(job.spec["batch"]["prompts"]), LearnerSpec.model_validate(job.spec["learner"])
+        if not learner.refill:
             return prompts
-        query = select(Step.rollouts).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(admission.LOOK)
-        recent = [rollouts // batch["group_size"] for rollouts in await session.scalars(query)]
-        return admission.consumed(recent, prompts=prompts, most=int(prompts * learner["refill_factor"]))
+        query = select(Step.groups).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(admission.LOOK)
+        recent = [groups for groups in await session.scalars(query) if groups is not None]
+        return admission.consumed(recent, prompts=prompts, most=learner.most_groups(prompts))
 
     async def _take_exam(
         self, session: AsyncSession, job: Job, node: Node, request: WorkRequest, *, idle: bool
@@ -142,6 +172,10 @@ class Work(HandBack):
         if waiting is None or not (idle or scores.goes_first(waiting, period_s)):
             return []
         share = min(request.max_items, self._share(job, node))
+        room = await self._room(session, job, node)
+        if room == 0:
+            return []
+        share = share if room is None else min(share, room)
         return await self.exams.take(session, job, node, request.policy_version, share)
 
     async def expire(self, session: AsyncSession, job: Job) -> int:

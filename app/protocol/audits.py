@@ -11,7 +11,7 @@ from app.protocol.base import Lenient, Strict
 Verdict = Literal["passed", "suspect", "failed", "unclear"]
 """suspect: may be chance once, and is none if it comes again. failed: no honest engine does that. unclear: the version
 that the node claims is not at hand, so that only what else could be looked at was."""
-Fault = Literal["", "reward", "logprobs", "version", "copied"]
+Fault = Literal["", "reward", "logprobs", "version", "copied", "greedy", "file", "proof"]
 
 
 class Audit(Strict):
@@ -41,9 +41,21 @@ class Audit(Strict):
     """The largest entropy H: no token can lower `surprise` by more."""
     excess: float = Field(default=0.0, allow_inf_nan=False)
     """As `surprise`, but each token counts for at most a bound above its mean: no single rare token decides."""
+    heldout: Literal["", "sampled", "greedy"] = ""
+    """An answer to a held-out prompt, and how it was to be chosen; empty: a group to train on. Of a greedy one `rms` is
+    that of how much less likely its tokens are than the likeliest."""
     reward_ok: bool | None = None
     """None: it was not computed again."""
+    proof_points: int = Field(default=0, ge=0)
+    """Hidden states that a proof was held against; 0: the job asks for none."""
+    proof_misses: int = Field(default=0, ge=0)
+    """Those that it does not go through."""
     detail: str = Field(default="", max_length=500)
+
+    @property
+    def clean(self) -> bool:
+        """Whether no fault was found."""
+        return self.verdict == "passed" or (self.verdict == "unclear" and not self.fault)
 
 
 class AuditReport(Strict):

@@ -24,6 +24,7 @@ from typing import Literal
 from pydantic import Field
 
 from app.protocol.base import Lenient, Strict
+from app.protocol.hub import HubRef
 from app.protocol.job import JobSpec
 
 
@@ -50,11 +51,14 @@ class StartAnswer(Lenient):
 
 
 class AssetInfo(Strict):
-    """A small file of the model (config, tokenizer) that was put into the store under `jobs/{job}/model/{path}`."""
+    """A file of the model (config, tokenizer, the weights under an adapter) that was put into the store under
+    `jobs/{job}/model/{path}`; one with `hub` is put there only when directives say `store_model`."""
 
     path: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     size: int
     blake3: str
+    hub: HubRef | None = None
+    """Where anybody gets the same bytes."""
 
 
 class Ready(Strict):
@@ -84,6 +88,8 @@ class LearnerHeartbeat(Strict):
     """Payload bytes per second that the relay sent, all streams together; given once for each new measurement."""
     up_limited: bool = False
     """The network held it up nearly all of that time: its ways carry no more. Else they carry at least that."""
+    model_stored: bool = False
+    """It has put into the store what `store_model` asks for."""
 
 
 class LearnerDirectives(Lenient):
@@ -98,6 +104,8 @@ class LearnerDirectives(Lenient):
     evaluated_reward: float | None = None
     staleness_bound: int | None = None
     """The owner's bound, if S is adaptive."""
+    store_model: bool = False
+    """Put the model's files into the store that so far are only on the Hugging Face Hub: a node did not get them."""
 
 
 class ReplayStep(Lenient):
@@ -132,6 +140,10 @@ class TrajectoryRef(Lenient):
     not named, as many as the job's `group_size`."""
     written_by: dict[str, list[str]] = Field(default_factory=dict)
     """Nodes that sampled part of a group before `node_id`, where there are any."""
+    heldout: bool = False
+    """Its groups are answers to held-out prompts: to be audited, all of them, and never trained on."""
+    greedy: list[str] = Field(default_factory=list)
+    """Those of them that were to be the likeliest answers."""
 
 
 class TrajectoryPage(Lenient):

@@ -26,7 +26,9 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field, field_validator
 
 from app.protocol.base import Lenient, Strict
+from app.protocol.hub import HubRef
 from app.protocol.job import SamplingSpec
+from app.protocol.proofs import Proofs
 from app.protocol.pruning import Prune
 from app.protocol.startup import MachineFacts, StartProgress
 from app.protocol.task_spec import TaskSpec
@@ -53,16 +55,20 @@ class JoinRequest(Strict):
     """Where peers reach this node's relay; None if the machine has no open port."""
     facts: MachineFacts | None = None
     """What the machine has; held against what was rented."""
+    proofs: Proofs = "none"
+    """Which its engine can give."""
 
 
 class AssetRef(Lenient):
-    """A small immutable file that goes with the model: config, tokenizer."""
+    """An immutable file that goes with the model: config, tokenizer, the weights under an adapter."""
 
     path: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     size: int
     blake3: str
     url: str
-    """Presigned GET."""
+    """Presigned GET. With `hub` the object may not be there yet: it is put there once the Hub has failed a node."""
+    hub: HubRef | None = None
+    """Where the Hugging Face Hub has the same bytes, which are taken from there first."""
 
 
 class Upstream(Lenient):
@@ -118,6 +124,8 @@ class JoinAnswer(Lenient):
     """The files of `task.files`, by their names, with where to get them."""
     rewards: Literal["node", "learner", "both"] = "node"
     """`learner`: this node does not score; it hands in rewards of 0."""
+    proofs: Proofs = "none"
+    """Which proofs each completion has to come with."""
     directives: Directives
 
 
@@ -238,13 +246,18 @@ class SnapshotUrls(Lenient):
 
 class Report(Strict):
     """A fault that the node saw: `upstream_lied` (hash mismatch), `upstream_stalled`, `delta_refused` (it could not be
-    applied: the version is fetched whole), `engine_error`, `task_error`."""
+    applied: the version is fetched whole), `engine_error`, `task_error`, `hub_failed` (a model file did not come from
+    the Hugging Face Hub: it is wanted of the store), `handed_back` (work that this node will not finish)."""
 
-    kind: Literal["upstream_lied", "upstream_stalled", "delta_refused", "engine_error", "task_error"]
+    kind: Literal[
+        "upstream_lied", "upstream_stalled", "delta_refused", "engine_error", "task_error", "hub_failed", "handed_back"
+    ]
     subject: str = Field(default="", max_length=200)
-    """Node id of the upstream, or what failed."""
+    """Node id of the upstream, the file, or what failed."""
     version: int | None = None
     detail: str = Field(default="", max_length=1000)
+    work_items: list[str] = Field(default_factory=list, max_length=4096)
+    """Of `engine_error`, `handed_back`: what is given back because of it. Of `task_error` it is the subject."""
 
 
 class Leave(Strict):

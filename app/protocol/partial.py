@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from app.protocol import trajectory
 from app.protocol.errors import Refused
+from app.protocol.proofs import Proofs
 from app.protocol.trajectory import FINISH_REASONS, Expected, Rollout
 
 CUT = "abort"
@@ -38,6 +39,7 @@ def validate(
     newest_version: int,
     max_tokens: int,
     quantised: str | None = None,
+    proofs: Proofs = "none",
 ) -> None:
     """Hold the table of a partial file (`trajectory.read_table` opens it) against what was leased. Raises Refused.
 
@@ -47,6 +49,7 @@ def validate(
     trajectory.check_quantisation(table, quantised)
     _check_samples(table, expected)
     trajectory.check_rows(table, newest_version=newest_version, max_tokens=max_tokens, finish_reasons=PARTIAL_REASONS)
+    trajectory.check_proofs(table, proofs)
     cut = np.asarray(pc.equal(table.column("finish_reason"), CUT))
     lengths = np.asarray(table.column("completion_ids").combine_chunks().value_lengths())
     if (lengths[cut] >= max_tokens).any():
@@ -63,6 +66,7 @@ def group_of(
     newest_version: int,
     max_tokens: int,
     quantised: str | None = None,
+    proofs: Proofs = "none",
 ) -> list[Rollout]:
     """The samples of one work item from a file that may hold others too. Raises Refused as `read_table` and `validate`
     do, for its own rows."""
@@ -70,7 +74,10 @@ def group_of(
     own = table.filter(pc.equal(table.column("work_item"), item))
     if not own.num_rows:
         raise Refused("incomplete_group", f"the file has no sample of work item {item}")
-    validate(own, {item: expected}, newest_version=newest_version, max_tokens=max_tokens, quantised=quantised)
+    validate(
+        own, {item: expected},
+        newest_version=newest_version, max_tokens=max_tokens, quantised=quantised, proofs=proofs,
+    )  # fmt: skip
     return trajectory.rollouts(own)
 
 

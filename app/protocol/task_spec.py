@@ -5,11 +5,13 @@ Invariant: names, sizes and limits are checked here; whether the task can be loa
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
 from app.protocol.base import Spec
+
+AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=1000)]
 
 
 class TaskFile(Spec):
@@ -42,6 +44,8 @@ class TaskLimits(Spec):
     """Processes side by side; null: one a processor, at most 4."""
     network: bool = False
     """Whether the task's code may use the network."""
+    read: Annotated[list[AbsolutePath], Field(max_length=16)] | None = None
+    """Files and folders that the task's code may read besides its own, Python's and the system's; null: none."""
     builtin: bool = False
     """Sandbox the built-in tasks, too, that otherwise run in the process that needs them."""
 

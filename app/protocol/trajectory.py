@@ -2,8 +2,8 @@
 
 Invariant: a table that `read_table` returns and `validate` accepts has exactly the schema, finite log-probs ≤ 0, one
 log-prob and one mark per completion token (at least one of the policy's own), version spans that cover the completion,
-and per work item as many rows as are expected, with sample indices within 0 … group_size − 1, each once. Nothing in it
-is ever unpickled.
+and per work item as many rows as are expected, with sample indices within 0 … group_size − 1, each once; proofs of each
+token that the policy wrote, if the job asks for them, and else none. Nothing in it is ever unpickled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from app.protocol import proofs as toploc
 from app.protocol.errors import Refused
 
 SCHEMA = pa.schema(
@@ -35,7 +36,10 @@ SCHEMA = pa.schema(
     ],
     metadata={b"echo2.trajectory": b"2"},
 )
-_ATTRIBUTE = {"generated": "written"}
+PROOFS = pa.field("proofs", pa.list_(pa.uint16()), nullable=False)
+"""The column of a file with proofs (`app.protocol.proofs`), after those of SCHEMA."""
+PROVEN = SCHEMA.append(PROOFS)
+_ATTRIBUTE = {"generated": "written", "proofs": "proof_words"}
 QUANTISATION = b"echo2.quantisation"
 """Key of the file's metadata: how the weights were quantised that all of it was sampled from; none: they were not."""
 FINISH_REASONS = frozenset({"stop", "length"})
@@ -69,6 +73,13 @@ class Rollout:
     generated: Sequence[bool] | None = None
     """Of each completion token, whether the policy wrote it; None: all of them. What the environment of a multi-turn
     task wrote has the log-prob 0 and is never trained on."""
+    proofs: bytes | None = None
+    """`app.protocol.proofs` of the tokens that the policy wrote; None: the file has none of any rollout."""
+
+    @property
+    def proof_words(self) -> np.ndarray:
+        """`proofs` as numbers."""
+        return np.frombuffer(self.proofs or b"", dtype=toploc.WORD)
 
     @property
     def written(self) -> Sequence[bool]:
@@ -97,9 +108,13 @@ class Expected:
 
 
 def encode(rollouts: Sequence[Rollout]) -> bytes:
-    """Rollouts as a Parquet file. Raises ValueError if some are of quantised weights and others are not."""
-    columns = {name: [getattr(r, _ATTRIBUTE.get(name, name)) for r in rollouts] for name in SCHEMA.names}
-    table = pa.Table.from_pydict(columns, schema=SCHEMA)
+    """Rollouts as a Parquet file. Raises ValueError if some are of quantised weights, or proven, and others are not."""
+    proven = {r.proofs is not None for r in rollouts}
+    if len(proven) > 1:
+        raise ValueError("one file can't hold rollouts with proofs and others without")
+    schema = PROVEN if True in proven else SCHEMA
+    columns = {name: [getattr(r, _ATTRIBUTE.get(name, name)) for r in rollouts] for name in schema.names}
+    table = pa.Table.from_pydict(columns, schema=schema)
     marks = {r.quantisation for r in rollouts}
     if len(marks) > 1:
         raise ValueError(f"one file can't hold rollouts of differently quantised weights: {sorted(map(str, marks))}")
@@ -111,7 +126,7 @@ def encode(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def read_table(data: bytes, *, max_rows: int = 1_000_000, max_values: int = MAX_VALUES) -> pa.Table:
-    """Open a file and check it against SCHEMA. Raises Refused: `truncated`, `schema`, `too_many_rows`,
+    """Open a file and check it against SCHEMA, or PROVEN. Raises Refused: `truncated`, `schema`, `too_many_rows`,
     `too_large`."""
     try:
         file = pq.ParquetFile(io.BytesIO(data))
@@ -119,7 +134,8 @@ def read_table(data: bytes, *, max_rows: int = 1_000_000, max_values: int = MAX_
         if rows > max_rows:
             raise Refused("too_many_rows", f"the file has {rows} rows, at most {max_rows} are accepted")
         found = file.schema_arrow
-        if found.names != SCHEMA.names or any(found.field(n).type != SCHEMA.field(n).type for n in SCHEMA.names):
+        wanted = PROVEN if found.names == PROVEN.names else SCHEMA
+        if found.names != wanted.names or any(found.field(n).type != wanted.field(n).type for n in wanted.names):
             raise Refused("schema", f"columns are {found.names}; expected {SCHEMA.names} with the documented types")
         if _values(file.metadata) > max_values:
             raise Refused("too_large", f"the file has more than {max_values} values")
@@ -130,7 +146,7 @@ def read_table(data: bytes, *, max_rows: int = 1_000_000, max_values: int = MAX_
         raise Refused("truncated", f"not a readable Parquet file: {error}"[:300]) from error
     if table.num_rows == 0:
         raise Refused("schema", "the file has no rows")
-    if any(table.column(n).null_count or _inner_nulls(table, n) for n in SCHEMA.names):
+    if any(table.column(n).null_count or _inner_nulls(table, n) for n in wanted.names):
         raise Refused("schema", "the file has nulls")
     return table
 
@@ -143,7 +159,7 @@ def _values(metadata: pq.FileMetaData) -> int:
 
 def _inner_nulls(table: pa.Table, column: str) -> bool:
     """Whether a list holds nulls where there should be numbers."""
-    return pa.types.is_list(SCHEMA.field(column).type) and bool(
+    return pa.types.is_list(PROVEN.field(column).type) and bool(
         table.column(column).combine_chunks().flatten().null_count
     )
 
@@ -161,15 +177,18 @@ def validate(
     newest_version: int,
     max_tokens: int,
     quantised: str | None = None,
+    proofs: toploc.Proofs = "none",
 ) -> None:
-    """Hold a table against what was leased, and its mark against the job's `snapshot.quantise`. Raises Refused.
+    """Hold a table against what was leased, its mark against the job's `snapshot.quantise`, and its proofs against
+    `trust.proofs`. Raises Refused.
 
     Reasons: `foreign_work_item`, `incomplete_group`, `wrong_prompt`, `lengths`, `logprobs`, `future_version`,
-    `versions`, `finish_reason`, `reward`, `quantisation`.
+    `versions`, `finish_reason`, `reward`, `quantisation`, `proofs`.
     """
     check_quantisation(table, quantised)
     _check_groups(table, expected)
     check_rows(table, newest_version=newest_version, max_tokens=max_tokens, finish_reasons=FINISH_REASONS)
+    check_proofs(table, proofs)
 
 
 def check_quantisation(table: pa.Table, quantised: str | None) -> None:
@@ -181,6 +200,21 @@ def check_quantisation(table: pa.Table, quantised: str | None) -> None:
             f"the file says that it was sampled from weights quantised as {found or 'none'}; this job's are as "
             f"{quantised or 'none'}: use an agent that knows snapshot.quantise",
         )
+
+
+def check_proofs(table: pa.Table, proofs: toploc.Proofs) -> None:
+    """Hold the proofs of a table, whose rows are checked, against the job's `trust.proofs`; whether they are true is
+    not looked at. Raises Refused: `proofs`."""
+    proven = PROOFS.name in table.column_names
+    if proven != (proofs != "none"):
+        raise Refused(
+            "proofs",
+            f"the file has {'' if proven else 'no '}proofs; this job asks for {proofs}: use an agent that knows "
+            "trust.proofs, with ECHO2_ENGINE=transformers",
+        )
+    if proven:
+        for row in rollouts(table):
+            toploc.check(row.proofs or b"", row.written, row.span_starts)
 
 
 def check_rows(table: pa.Table, *, newest_version: int, max_tokens: int, finish_reasons: Set[str]) -> None:
@@ -276,8 +310,18 @@ def oldest_versions(table: pa.Table) -> dict[str, int]:
 def rollouts(table: pa.Table) -> list[Rollout]:
     """All rows as Rollout, in file order."""
     mark = quantisation(table)
-    rows = table.drop_columns("generated").to_pylist()
-    return [Rollout(**row, quantisation=mark, generated=own) for row, own in zip(rows, _marks(table), strict=True)]
+    drop = [name for name in ("generated", PROOFS.name) if name in table.column_names]
+    rows = zip(table.drop_columns(drop).to_pylist(), _marks(table), _proofs(table), strict=True)
+    return [Rollout(**row, quantisation=mark, generated=own, proofs=proofs) for row, own, proofs in rows]
+
+
+def _proofs(table: pa.Table) -> list[bytes | None]:
+    """`proofs` of each row; None where the table has no such column."""
+    if PROOFS.name not in table.column_names:
+        return [None] * table.num_rows
+    flat = _flat(table, PROOFS.name).astype(toploc.WORD)
+    ends = np.concatenate([[0], np.cumsum(_lengths(table, PROOFS.name), dtype=np.int64)]).tolist()
+    return [flat[a:b].tobytes() for a, b in itertools.pairwise(ends)]
 
 
 def _marks(table: pa.Table) -> list[list[bool] | None]:

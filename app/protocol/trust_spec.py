@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from app.protocol.base import Spec
+from app.protocol.proofs import Proofs
 
 
 class TrustSpec(Spec):
@@ -23,6 +26,20 @@ class TrustSpec(Spec):
     group is suspect. Two honest computations of one model differ by rounding: below 1e-4 where both are in float32,
     0.025 between bfloat16 and float32 (135M parameters, H200). A lie of 0.05 lies above both. An engine that
     rounds more (eight-bit weights or caches of its own) needs a higher bound, or it is taken for a liar."""
+
+    proofs: Proofs = "none"
+    """`toploc`: each completion comes with proofs of the hidden states that it was drawn from, which audits check.
+    Nodes need the engine `transformers`."""
+    max_proof_misses: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the hidden states looked at that a group's proofs may miss before it is suspect. Of float32 on both
+    sides none are missed, of bfloat16 on either side at most 0.014 (30 layers, 576 wide); of weights that are off by
+    one percent of their spread 0.13, of four-bit ones 0.86."""
+
+    @model_validator(mode="after")
+    def _proofs_are_checked(self) -> Self:
+        if self.proofs != "none" and self.off:
+            raise ValueError("proofs are looked at by audits only: set probation, each_version or audit_share, too")
+        return self
 
     @property
     def off(self) -> bool:

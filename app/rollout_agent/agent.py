@@ -28,6 +28,7 @@ from app.rollout_agent.node import Node
 from app.rollout_agent.preemption.board import Board
 from app.rollout_agent.preemption.metadata import Source
 from app.rollout_agent.preemption.watch import watch_machine
+from app.rollout_agent.proofs import provable
 from app.rollout_agent.reach import Unreached
 from app.rollout_agent.startup import Startup, tell
 
@@ -148,6 +149,7 @@ class Agent:
             gpu_name=self._gpu_name[:200],
             relay_url=self._relay.public_url,
             facts=self._facts,
+            proofs=provable(self._engine),
         )
         token = self._settings.join_token.get_secret_value()
         await tell(lambda told: self._client.progress(told, token), self._startup)
@@ -260,7 +262,9 @@ class Agent:
         node.interrupt()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        _, stuck = await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+        for task in stuck:
+            log.warning("%s does not end", task.get_name())
         if ending.reachable:
             ledger = node.ledger
             last = Leave(

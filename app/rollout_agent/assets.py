@@ -1,7 +1,7 @@
 """The model's files, fetched once at the start: config and tokenizer; under an adapter its weights, too.
 
-Invariant: a file in the model folder has the size and hash that the control service announced. A large one that was
-cut, or left by a process that ended, goes on at the byte where it stopped.
+Invariant: a file in the model folder has the size and hash that the control service announced, wherever it came from.
+A large one that was cut, or left by a process that ended, goes on at the byte where it stopped.
 """
 
 from __future__ import annotations
@@ -12,31 +12,39 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from app.protocol.errors import IntegrityError
+from app.protocol.errors import Forbidden, IntegrityError, NotFound, Unavailable
 from app.protocol.node import AssetRef
 from app.rollout_agent.client import NodeClient
+from app.rollout_agent.hub import Hub
 
 MAX_ASSET_BYTES = 256 * 1024 * 1024
 WEIGHTS = (".safetensors", ".jsonl")
 """Files that may be of any size, and never are in memory as a whole."""
+STORE_WAIT_S, STORE_LOOK_S = 900.0, 10.0
+"""So long a file that the Hub did not give is waited for: the learner puts it into the store meanwhile."""
 
 OnBytes = Callable[[int, int, str], None]
 """Told the bytes of all files that are there, those that there will be, and the file that comes now."""
 
 
 async def fetch_assets(
-    client: NodeClient, assets: Sequence[AssetRef], folder: Path, on_bytes: OnBytes = lambda *_: None
+    client: NodeClient,
+    assets: Sequence[AssetRef],
+    folder: Path,
+    on_bytes: OnBytes = lambda *_: None,
+    hub: Hub | None = None,
 ) -> None:
     """Download every asset into `folder`. Raises IntegrityError for a wrong size or hash, else what the client raises.
 
-    Repeated once when the content is wrong: a proxy may have cut it.
+    Repeated once when the content is wrong: a proxy may have cut it. Weights that the Hugging Face Hub has come from
+    `hub` first.
     """
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     total, done = sum(asset.size for asset in assets), 0
     for asset in assets:
         on_bytes(done, total, asset.path)
         if asset.path.endswith(WEIGHTS):
-            await _fetch_weights(client, asset, folder / asset.path, _after(on_bytes, done, total, asset.path))
+            await _fetch_weights(client, asset, folder / asset.path, _after(on_bytes, done, total, asset.path), hub)
         else:
             await _fetch_small(client, asset, folder / asset.path)
         done += asset.size
@@ -58,17 +66,43 @@ async def _fetch_small(client: NodeClient, asset: AssetRef, path: Path) -> None:
     await asyncio.to_thread(path.write_bytes, data)
 
 
-async def _fetch_weights(client: NodeClient, asset: AssetRef, path: Path, on_bytes: Callable[[int], None]) -> None:
+async def _fetch_weights(
+    client: NodeClient, asset: AssetRef, path: Path, on_bytes: Callable[[int], None], hub: Hub | None
+) -> None:
     part = path.with_name(f".{path.name}.part")
     if await asyncio.to_thread(_is_it, path, asset):
         return
+    if hub is None or not await hub.fetch(client, asset, part, _is_it, on_bytes):
+        await _from_store(client, asset, part, on_bytes)
+    await asyncio.to_thread(part.replace, path)
+
+
+async def _from_store(client: NodeClient, asset: AssetRef, part: Path, on_bytes: Callable[[int], None]) -> None:
     for _ in range(2):
-        await client.download_to(asset.url, part, asset.size, on_bytes)
+        await _once_there(client, asset, part, on_bytes)
         if await asyncio.to_thread(_is_it, part, asset):
-            await asyncio.to_thread(part.replace, path)
             return
         await asyncio.to_thread(part.unlink, missing_ok=True)
     raise IntegrityError(f"asset {asset.path} does not have the hash that was announced")
+
+
+async def _once_there(client: NodeClient, asset: AssetRef, part: Path, on_bytes: Callable[[int], None]) -> None:
+    """Download from the store; what so far is only on the Hub is waited for."""
+    looks = round(STORE_WAIT_S / STORE_LOOK_S) if asset.hub is not None else 0
+    for left in range(looks, -1, -1):
+        try:
+            return await client.download_to(asset.url, part, asset.size, on_bytes)
+        except (NotFound, Forbidden) as error:  # S3 forbids what is not there to whoever may not list
+            if asset.hub is None:
+                raise
+            if not left:
+                raise Unavailable(
+                    f"{asset.path} of {asset.hub.repo} came neither from the Hugging Face Hub nor, within "
+                    f"{STORE_WAIT_S:.0f} s, from the object store ({error.detail}); the learner puts it there when told"
+                    " that the Hub failed: its log says whether it could. Where the Hub can't be reached, name a mirror"
+                    " by ECHO2_HF_ENDPOINT"
+                ) from error
+        await client.pause(STORE_LOOK_S)
 
 
 def _is_it(path: Path, asset: AssetRef) -> bool:

@@ -43,7 +43,8 @@ class Batch:
     """Leased items that are generated together; `deadlines` are monotonic seconds by item id."""
 
     items: Sequence[WorkItem]
-    slot: UploadSlot
+    slot: UploadSlot | None
+    """None: one is asked for when there is something to put."""
     deadlines: Mapping[str, float]
     begun: Mapping[str, Begun] = field(default_factory=dict)
     """By item id, for those that another node has begun."""
@@ -279,6 +280,7 @@ def rows_of(group: Group, rewards: Sequence[float]) -> list[trajectory.Rollout]:
             finish_reason=completion.finish_reason,
             quantisation=group.quantisation,
             generated=completion.generated,
+            proofs=completion.proofs,
         )
         for index, completion in enumerate(group.completions)
         if completion is not None and completion.token_ids

@@ -30,6 +30,7 @@ from app.protocol.work import (
     WorkRequest,
 )
 from app.rollout_agent.reach import Got, backoff, error_of, never_sent, reach
+from app.rollout_agent.redirects import Origin, follow
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ RETRIES = 4
 RANGE_REFUSED = 416
 
 Answer = TypeVar("Answer", bound=BaseModel)
+
+
+STORE = Origin("the object store", TRANSFER_TIMEOUT, RETRIES)
 
 
 class NodeClient:
@@ -130,9 +134,14 @@ class NodeClient:
         return await self._repeat(lambda: self._download(url, max_bytes))
 
     async def download_to(
-        self, url: str, path: Path, max_bytes: int, on_bytes: Callable[[int], None] = lambda _: None
+        self,
+        url: str,
+        path: Path,
+        max_bytes: int,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        origin: Origin = STORE,
     ) -> None:
-        """Get a presigned object of any size into a file, from the byte on where an earlier try, or process, stopped.
+        """Get an object of any size into a file, from the byte on where an earlier try, or process, stopped.
 
         `on_bytes` is told the size of the file as it grows. Tries that come further don't count as failed ones. Raises
         TooLarge when it exceeds `max_bytes`.
@@ -140,21 +149,30 @@ class NodeClient:
         while True:
             before = _size(path)
             try:
-                await self._repeat(lambda: self._download_to(url, path, max_bytes, on_bytes))
+                await self._repeat(
+                    lambda: self._download_to(url, path, max_bytes, on_bytes, origin), retries=origin.retries
+                )
             except Unavailable:
                 if _size(path) <= before:
                     raise
                 continue
             return
 
+    async def pause(self, seconds: float) -> None:
+        """Wait as between two tries."""
+        await self._sleep(seconds)
+
     def _own(self, path: str) -> str:
         return f"/{self._node_id}{path}"
 
     async def _repeat(
-        self, call: Callable[[], Awaitable[Got]], repeatable: Callable[[Unavailable], bool] = lambda _: True
+        self,
+        call: Callable[[], Awaitable[Got]],
+        repeatable: Callable[[Unavailable], bool] = lambda _: True,
+        retries: int = RETRIES,
     ) -> Got:
-        """Call until it answers, at most RETRIES more times, with growing jittered pauses."""
-        for attempt in range(RETRIES):
+        """Call until it answers, at most `retries` more times, with growing jittered pauses."""
+        for attempt in range(retries):
             try:
                 return await call()
             except Unavailable as error:
@@ -207,7 +225,9 @@ class NodeClient:
         async with asyncio.timeout(TRANSFER_TIMEOUT.read):
             return await reach(self._stream(url, max_bytes), "the object store")
 
-    async def _download_to(self, url: str, path: Path, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
+    async def _download_to(
+        self, url: str, path: Path, max_bytes: int, on_bytes: Callable[[int], None], origin: Origin
+    ) -> None:
         with path.open("ab") as file:
 
             def take(part: bytes) -> None:
@@ -222,8 +242,8 @@ class NodeClient:
                 # Whole already, or nothing of this object: the hash tells.
                 return
             async with asyncio.timeout(max(TRANSFER_TIMEOUT.read or 0.0, max_bytes / SLOWEST_BYTES_PER_S)):
-                stream = self._stream_into(url, max_bytes, take, start=file.tell(), restart=restart)
-                await reach(stream, "the object store")
+                stream = self._stream_into(url, max_bytes, take, start=file.tell(), restart=restart, origin=origin)
+                await reach(stream, origin.name)
 
     async def _stream(self, url: str, max_bytes: int) -> bytes:
         parts: list[bytes] = []
@@ -238,12 +258,13 @@ class NodeClient:
         *,
         start: int = 0,
         restart: Callable[[], None] = lambda: None,
+        origin: Origin = STORE,
     ) -> None:
         """`start`: so many bytes are there; a source that can't go on from them sends all of it, after `restart`."""
         size = start
         # Counted are the object's own bytes, so it may not come compressed.
         headers = {"Range": f"bytes={start}-", "Accept-Encoding": "identity"} if start else {}
-        async with self._http.stream("GET", url, timeout=TRANSFER_TIMEOUT, headers=headers) as response:
+        async with follow(self._http, url, headers, origin) as response:
             if not response.is_success:
                 await response.aread()
                 if response.status_code == RANGE_REFUSED:

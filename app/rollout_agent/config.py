@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, HttpUrl, SecretStr, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, HttpUrl, SecretStr, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.protocol.errors import BadInput
@@ -60,6 +60,8 @@ class AgentSettings(BaseSettings):
     """So long vLLM may take to come up."""
     vllm_args: str = ""
     """Further arguments of vLLM's server, as a shell would read them; they win over ours."""
+    hf_endpoint: str = "https://huggingface.co"
+    """The Hugging Face Hub, or a mirror of it, for public weights. It is never sent a token."""
     notices: Cloud = ""
     """Whose metadata service tells when the machine will be interrupted; empty: none does."""
     tune_network: bool = False
@@ -71,13 +73,15 @@ class AgentSettings(BaseSettings):
         shlex.split(value)
         return value
 
-    @field_validator("control_url")
+    @field_validator("control_url", "hf_endpoint")
     @classmethod
-    def _http_url(cls, value: str) -> str:
+    def _http_url(cls, value: str, info: ValidationInfo) -> str:
         try:
-            _URL.validate_python(value)
+            found = _URL.validate_python(value)
         except ValidationError:
             raise ValueError("must be an http(s) URL such as https://echo2.example.org") from None
+        if info.field_name == "hf_endpoint" and (found.username or found.password or found.query):
+            raise ValueError("must be an address alone: what needs a key is not public, and goes through the store")
         return value.rstrip("/")
 
 

@@ -45,6 +45,7 @@ def answered(task: Task, tokenizer: Any, prompt: Prompt, episode: Completion, ma
         finish_reason="abort",
         spans=episode.spans,
         generated=[*marks, *([False] * len(ids))],
+        proofs=episode.proofs,
     )
 
 

@@ -58,6 +58,11 @@ class Faults:
         """A delta could not be applied."""
         await self._upstream("delta_refused", source, version, detail)
 
+    async def hub_failed(self, path: str, detail: str) -> None:
+        """A model file did not come from the Hugging Face Hub."""
+        self._ledger.errors["hub_failed"] += 1
+        await report_softly(self._client, Report(kind="hub_failed", subject=path[:200], detail=detail[:1000]))
+
     async def _upstream(
         self,
         kind: Literal["upstream_lied", "upstream_stalled", "delta_refused"],

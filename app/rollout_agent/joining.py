@@ -22,6 +22,7 @@ def spanned(completion: Completion, version: int) -> Completion:
         completion.finish_reason,
         tidy(spans, len(completion.token_ids)),
         completion.generated,
+        completion.proofs,
     )
 
 
@@ -34,9 +35,12 @@ def join(begun: Completion | None, rest: Completion) -> Completion:
     generated = None
     if begun.generated is not None or rest.generated is not None:
         generated = [*_marks(begun), *_marks(rest)]
+    proofs = None
+    if begun.proofs is not None or rest.proofs is not None:
+        proofs = (begun.proofs or b"") + (rest.proofs or b"")
     tokens = [*begun.token_ids, *rest.token_ids]
     return Completion(
-        tokens, [*begun.logprobs, *rest.logprobs], rest.finish_reason, tidy(spans, len(tokens)), generated
+        tokens, [*begun.logprobs, *rest.logprobs], rest.finish_reason, tidy(spans, len(tokens)), generated, proofs
     )
 
 

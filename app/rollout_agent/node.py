@@ -26,8 +26,10 @@ from app.rollout_agent.engines.base import Engine, StreamEngine
 from app.rollout_agent.faults import Faults
 from app.rollout_agent.heartbeats import describe
 from app.rollout_agent.hosting import StreamHost
+from app.rollout_agent.hub import Hub
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.measure import Rates
+from app.rollout_agent.proofs import start_proving
 from app.rollout_agent.startup import Startup
 from app.rollout_agent.stream import StreamWorker
 from app.rollout_agent.task_side import open_task, score_threads
@@ -77,6 +79,7 @@ class Node:
         self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT)
         self._ledger = WorkLedger(clock)
         self._faults = Faults(client, self._ledger)
+        self._hub = Hub(settings.hf_endpoint, self._faults.hub_failed)
         self._news = News()
         self._relay: Relay | None = None
         self._puller: Puller | None = None
@@ -169,9 +172,10 @@ class Node:
         try:
             await asyncio.to_thread(self._check_room, self._joined)
             self._startup.enter(StartPhase.FETCHING)
-            await fetch_assets(self._client, self._joined.assets, model, self._startup.bytes)
+            await fetch_assets(self._client, self._joined.assets, model, self._startup.bytes, self._hub)
             self._startup.enter(StartPhase.LOADING)
             await self._host.load()
+            start_proving(self._engine, self._joined.proofs)
             text = TextSide(
                 await loading,
                 self._engine.tokenizer,

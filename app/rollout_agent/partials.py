@@ -2,7 +2,7 @@
 
 Invariant: nothing of another node's file is used before its size, hash, schema and prompt were found to be right; what
 is not used is counted, and the group is sampled from scratch. What is handed over is no longer this node's once the
-control service has said so, and wasted until then.
+control service has said so, and wasted until then. What nobody took over is given back at once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from blake3 import blake3
 
 from app.protocol import partial, trajectory
 from app.protocol.errors import EchoError, Gone, IntegrityError, Refused, Unauthorized
+from app.protocol.node import Report
+from app.protocol.proofs import Proofs
 from app.protocol.trajectory import Rollout
 from app.protocol.work import PartialRef, WorkItem
 from app.rollout_agent.batch import Begun, Group, file_of, rows_of
 from app.rollout_agent.client import NodeClient
-from app.rollout_agent.delivery import put_softly
+from app.rollout_agent.delivery import put_softly, report_softly
 from app.rollout_agent.engines.base import Completion, Span
 from app.rollout_agent.ledger import WorkLedger
 
@@ -45,6 +47,7 @@ class Partials:
         quantisation: Callable[[], str | None],
         oldest_admissible: Callable[[], int | None],
         vocabulary: Callable[[], int | None] = lambda: None,
+        proofs: Proofs = "none",
     ) -> None:
         self._client = client
         self._ledger = ledger
@@ -53,6 +56,10 @@ class Partials:
         self._quantisation = quantisation
         self._oldest_admissible = oldest_admissible
         self._vocabulary = vocabulary
+        self._fetching = asyncio.Lock()
+        self._last: tuple[tuple[str, str], bytes] | None = None
+        """The file that was fetched last, by its key and hash."""
+        self._proofs = proofs
 
     async def begun(self, items: Sequence[WorkItem], prompt_ids: Sequence[Sequence[int]]) -> dict[str, Begun]:
         """By item id, what other nodes have sampled of these items. Raises Gone, Unauthorized."""
@@ -91,20 +98,28 @@ class Partials:
         able = [group for group in groups if group.tokens and group.item.split == "train"]
         taken: set[str] = set()
         try:
-            for part in self._parts(able):
+            # To encode thousands of completions takes a while, in which heartbeats go on.
+            for part in await asyncio.to_thread(self._parts, able):
                 taken |= await self._hand_over(part)
         finally:
             lost = sum(group.tokens for group in groups if group.item.id not in taken)
             self._ledger.waste("interrupted", lost)
             if taken:
                 log.info("%d unfinished work items are handed over", len(taken))
+        await self.hand_back([group.item.id for group in groups if group.item.id not in taken])
+
+    async def hand_back(self, items: Sequence[str]) -> None:
+        """Others are to begin these anew, and need not wait until this node has left. Raises Gone, Unauthorized."""
+        if items:
+            detail = f"{len(items)} work items will not be finished here"
+            await report_softly(self._client, Report(kind="handed_back", detail=detail, work_items=list(items)))
 
     async def _hand_over(self, groups: Sequence[Group]) -> set[str]:
         """One file. Returns the items that were taken; none when it failed."""
         items = [group.item.id for group in groups]
         try:
             slot = await self._client.upload_slot(min(group.oldest_version or 0 for group in groups))
-            file = file_of(encoded(groups), slot.key, items)
+            file = file_of(await asyncio.to_thread(encoded, groups), slot.key, items)
             await put_softly(self._client, slot, file.data)
             answer = await self._client.partials(file.request)
         except (Gone, Unauthorized):
@@ -127,12 +142,18 @@ class Partials:
         return [*self._parts(groups[:middle]), *self._parts(groups[middle:])]
 
     async def _fetch(self, reference: PartialRef) -> bytes:
+        """A file. One node's groups are in few files and come together: each is fetched once, one at a time."""
         if reference.size > self._max_bytes:
             raise Refused("too_large", f"it has {reference.size} bytes; at most {self._max_bytes} are read")
-        data = await self._client.download(reference.url, reference.size)
-        if len(data) != reference.size or blake3(data).hexdigest() != reference.blake3:
-            raise IntegrityError("what the store has is not what was handed over")
-        return data
+        async with self._fetching:
+            if self._last is not None and self._last[0] == (reference.key, reference.blake3):
+                return self._last[1]
+            self._last = None
+            data = await self._client.download(reference.url, reference.size)
+            if len(data) != reference.size or blake3(data).hexdigest() != reference.blake3:
+                raise IntegrityError("what the store has is not what was handed over")
+            self._last = (reference.key, reference.blake3), data
+            return data
 
     def _read(self, data: bytes, item: WorkItem) -> list[Rollout]:
         rows = partial.group_of(
@@ -142,6 +163,7 @@ class Partials:
             newest_version=ANY_VERSION,
             max_tokens=self._max_tokens,
             quantised=self._quantisation(),
+            proofs=self._proofs,
         )
         known = self._vocabulary()
         if known is not None and max(max(row.completion_ids) for row in rows) >= known:
@@ -166,6 +188,6 @@ def samples_of(rows: Sequence[Rollout], group_size: int) -> list[Completion | No
     for row in rows:
         spans = [Span(v, s) for v, s in zip(row.span_versions, row.span_starts, strict=True)]
         samples[row.sample_index] = Completion(
-            list(row.completion_ids), list(row.logprobs), REASONS[row.finish_reason], spans, row.generated
+            list(row.completion_ids), list(row.logprobs), REASONS[row.finish_reason], spans, row.generated, row.proofs
         )
     return samples

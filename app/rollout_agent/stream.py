@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from app.protocol.errors import EchoError, Gone, Unauthorized
+from app.protocol.errors import EchoError, Gone, TaskFailed, Unauthorized
 from app.protocol.job import SamplingSpec
 from app.protocol.node import Report, WasteReason
 from app.rollout_agent.batch import Batch, TextSide, own_share, sampling_of
@@ -193,7 +193,11 @@ class StreamWorker:
             self._freed.set()
         self._open.pop(opened.item.id, None)
         self._outbox.put(scored)
-        self._unscored = 0 if scored else self._unscored + 1
+        self._scored(len(scored))
+
+    def _scored(self, groups: int) -> None:
+        """So many were scored of one. Raises WorkerFault when it is one failure too many."""
+        self._unscored = 0 if groups else self._unscored + 1
         if self._unscored >= UNSCORED:
             self._unscored = 0
             self._ledger.fault("unscored_batch", f"{UNSCORED} groups in a row could not be scored")
@@ -227,10 +231,20 @@ class StreamWorker:
 
     async def _failed(self, opened: Open, error: EchoError | RuntimeError) -> None:
         """A group that can't be sampled: reported, counted, given up."""
-        self._drop(opened, "engine_died")
+        by_task = isinstance(error, TaskFailed)
+        self._drop(opened, "task_error" if by_task else "engine_died")
         detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
-        await report_softly(self._client, Report(kind="engine_error", subject="generate", detail=detail[:1000]))
-        self._ledger.fault("engine_error", detail)
+        report = Report(
+            kind="engine_error", subject="generate", detail=detail[:1000], work_items=[opened.item.id]
+        )  # fmt: skip
+        if by_task:
+            self._ledger.errors["task_error"] += 1
+            report = Report(kind="task_error", subject=opened.item.id, detail=detail[:1000])
+        await report_softly(self._client, report)
+        if by_task:
+            self._scored(0)
+        else:
+            self._ledger.fault("engine_error", detail)
 
     def _drop(self, opened: Open, reason: WasteReason) -> None:
         self._open.pop(opened.item.id, None)

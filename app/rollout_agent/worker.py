@@ -2,7 +2,7 @@
 
 Invariant: work is leased only after a version was installed and never while draining; one batch is delivered while the
 next one is generated, and at most two more wait. A batch that is cut short is handed on: whole groups to delivery, the
-others to whoever will finish them.
+others to whoever will finish them. Of one that fails only the groups are given up that fail by themselves.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from app.protocol.errors import EchoError
+from app.protocol.errors import EchoError, TaskFailed
 from app.protocol.job import SamplingSpec
 from app.protocol.node import Report
+from app.protocol.work import WorkItem
 from app.rollout_agent.batch import Batch, Sampled, TextSide, sample
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.delivery import Delivery, report_softly
@@ -111,11 +112,35 @@ class Worker:
                 continue
             if self._draining.is_set():
                 self._ledger.give_up(batch.deadlines)
+                await self._partials.hand_back(list(batch.deadlines))
                 break
-            sampled = await self._sample(batch)
-            if sampled is not None:
-                await self._queue.put(sampled)
+            await self._work_on(await self._taken_up(batch))
         await self._queue.put(None)
+
+    async def _work_on(self, batch: Batch) -> None:
+        """Sample a batch and pass it on. One that fails is halved, so that no group suffers for another one, or for
+        there being too many of them."""
+        parts, culprits, most = [batch], 0, 0
+        short_of_memory = False
+        while parts:
+            part = parts.pop()
+            outcome = await self._sample(part)
+            if isinstance(outcome, Sampled):
+                most = max(most, len(part.items))
+                await self._queue.put(outcome)
+            elif isinstance(outcome, Interrupted):
+                for rest in (part, *parts):
+                    self._ledger.give_up(rest.deadlines)
+                return
+            elif len(part.items) > 1:
+                # PyTorch's way to say that the memory does not suffice, the usual cause.
+                short_of_memory |= isinstance(outcome, RuntimeError)
+                parts += reversed(halves(part))
+            else:
+                culprits += 1
+                await self._failed(outcome, part.items[0], alone=not most)
+        while short_of_memory and not culprits and self._sizer.items > most:
+            self._sizer.out_of_memory()
 
     def _max_items(self) -> int:
         fit = self._delivery.items_that_fit()
@@ -125,11 +150,10 @@ class Worker:
         while (sampled := await self._queue.get()) is not None:
             await asyncio.gather(self._delivery.finish(sampled), self._partials.hand_over(sampled.cut))
 
-    async def _sample(self, batch: Batch) -> Sampled | None:
-        """Generate in the engine's thread; None when that failed."""
+    async def _sample(self, batch: Batch) -> Outcome:
+        """Generate in the engine's thread."""
         clock = self._clock
         loop = asyncio.get_running_loop()
-        batch = await self._taken_up(batch)
 
         def timed() -> tuple[float, Outcome, float]:
             began = clock()
@@ -144,12 +168,9 @@ class Worker:
             self._ledger.sampled(outcome.tokens)
             self.meter.end(began, ended, rollouts=outcome.rollouts, tokens=outcome.tokens)
             self._sizer.done(len(batch.items), ended - began)
-            return outcome
-        self.meter.end(began, ended)
-        self._ledger.give_up(batch.deadlines)
-        if not isinstance(outcome, Interrupted):
-            await self._failed(outcome)
-        return None
+        else:
+            self.meter.end(began, ended)
+        return outcome
 
     async def _taken_up(self, batch: Batch) -> Batch:
         """The batch with what other nodes have begun of it."""
@@ -162,11 +183,26 @@ class Worker:
             return batch
         return replace(batch, begun=await self._partials.begun(batch.items, prompt_ids))
 
-    async def _failed(self, error: EchoError | RuntimeError) -> None:
-        """Count and report an engine error."""
-        if isinstance(error, RuntimeError):
-            # PyTorch's way to say that the memory does not suffice, the usual cause.
-            self._sizer.out_of_memory()
+    async def _failed(self, error: EchoError | RuntimeError, item: WorkItem, *, alone: bool) -> None:
+        """Count and report a group that can't be sampled, which is somebody else's at once. `alone`: nothing of its
+        batch could be so far."""
+        self._ledger.give_up([item.id])
         detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
-        await report_softly(self._client, Report(kind="engine_error", subject="generate", detail=detail[:1000]))
-        self._ledger.fault("engine_error", detail)
+        if not isinstance(error, TaskFailed):
+            report = Report(kind="engine_error", subject="generate", detail=detail[:1000], work_items=[item.id])
+            await report_softly(self._client, report)
+            self._ledger.fault("engine_error", detail)
+            return
+        self._ledger.errors["task_error"] += 1
+        await report_softly(self._client, Report(kind="task_error", subject=item.id, detail=detail[:1000]))
+        if alone:
+            self._ledger.fault("unscored_batch", detail)
+
+
+def halves(batch: Batch) -> list[Batch]:
+    """A batch of several items as two, each of which asks for a place of its own."""
+    middle = len(batch.items) // 2
+    return [
+        replace(batch, items=items, slot=None, deadlines={item.id: batch.deadlines[item.id] for item in items})
+        for items in (batch.items[:middle], batch.items[middle:])
+    ]

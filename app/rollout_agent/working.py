@@ -74,6 +74,7 @@ def make_worker(
         quantisation=lambda: engine.quantisation,
         oldest_admissible=lambda: parts.directives().oldest_admissible,
         vocabulary=parts.vocabulary,
+        proofs=joined.proofs,
     )
     if not isinstance(host, StreamHost):
         return Worker(

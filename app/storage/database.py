@@ -18,6 +18,8 @@ from alembic.config import Config
 from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 
+from app.storage.claim import PATIENCE_S, Claim
+
 MIGRATIONS = Path(__file__).parent / "migrations"
 WRITE_LOCK = 0x6563686F32
 """PostgreSQL advisory lock of writers ("echo2"): what BEGIN IMMEDIATE is to SQLite."""
@@ -39,6 +41,7 @@ class Database:
         options: dict[str, Any] = {"pool_pre_ping": True} if not self.sqlite else {}
         self._engine = create_async_engine(self.url, **options)
         self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
+        self._claim = Claim(self._engine)
         # SQLite has one writer at a time: queueing here is fair and does not spin on "database is locked".
         self._writer = asyncio.Lock()
         if self.sqlite:
@@ -79,8 +82,13 @@ class Database:
         async with self._engine.connect() as connection:
             yield connection
 
+    async def claim(self, patience_s: float = PATIENCE_S) -> None:
+        """Be the only control service on this database until it is closed. Raises Unavailable."""
+        await self._claim.take(patience_s)
+
     async def close(self) -> None:
         """Return all connections."""
+        await self._claim.release()
         await self._engine.dispose()
 
 

@@ -43,6 +43,10 @@ class ObjectStore(Protocol):
         """All bytes of an object."""
         ...
 
+    def get_file(self, key: str, path: Path) -> None:
+        """Put an object into a file, a block at a time."""
+        ...
+
     def head(self, key: str) -> ObjectInfo | None:
         """Size, or None if there is no such object."""
         ...

@@ -88,6 +88,12 @@ class S3Store:
             with closing(answer["Body"]) as body:
                 return body.read()
 
+    def get_file(self, key: str, path: Path) -> None:
+        """Put an object into a file; boto3 fetches large ones in parts. Raises as `get`; OSError if the file can't be
+        written."""
+        with _mapped(self._bucket, key):
+            self._client.download_file(self._bucket, self._full(key), str(path))
+
     def head(self, key: str) -> ObjectInfo | None:
         """Size, or None if there is no such object. Raises Unavailable, Forbidden."""
         try:

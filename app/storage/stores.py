@@ -125,6 +125,13 @@ class FolderStore:
         with _disk_errors(key):
             return self.path(key).read_bytes()
 
+    def get_file(self, key: str, path: Path) -> None:
+        """Copy an object into a file. Raises as `get`; OSError if the file can't be written."""
+        with _disk_errors(key):
+            source = self.path(key).open("rb")
+        with source, path.open("wb") as file:
+            shutil.copyfileobj(source, file, _BLOCK)
+
     def head(self, key: str) -> ObjectInfo | None:
         """Size, or None if there is no such object."""
         try:

@@ -20,18 +20,23 @@ import functools
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.tasks.confine import allow_cpu, confine
+from app.tasks.landlock import grants
 
 _Ask = Mapping[str, Any]
 PROMPTS_KEPT = 256
 
 
-def main(memory_bytes: int, *, network: bool) -> int:
-    """Confine this process and serve. The exit status: 0 when the input ended."""
-    cut = confine(memory_bytes, network=network)
+def main(*, memory: int, network: bool, code: str, readable: Sequence[str]) -> int:
+    """Confine this process and serve. The exit status: 0 when the input ended.
+
+    `memory`: bytes; `code`: the folder that holds `app`; `readable`: paths that the task may read besides.
+    """
+    own = os.getcwd()
+    cut = confine(memory, network=network, folder=own, grants=grants(own, code, readable))
     asks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

@@ -1,25 +1,29 @@
 """How a process gives up what a task's code must not have: network, other processes, memory without end.
 
 Invariant: `confine` is called before anything of the task is imported, while the process has one thread. Limits of
-resources always hold; namespaces as far as the kernel lets this user make them, and the answer says which.
+resources always hold; namespaces as far as the kernel lets this user make them, Landlock as far as it knows it, and the
+answer says which.
 
 Linux, from ctypes: Python 3.11 has no `os.unshare`. Constants: <linux/sched.h>, <linux/prctl.h>, <linux/mount.h>.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import resource
 import signal
 import sys
-import time
+from collections.abc import Mapping
+
+from app.tasks import keeper, landlock
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _NO_NEW_PRIVS, _PDEATHSIG, _DUMPABLE = 38, 1, 4
 _CAPABILITY_VERSION_3 = 0x20080522
-_MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
+_MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x4000, 1 << 18, 2, 4
 _WAYS = (
     (_NEWUSER | _NEWNET | _NEWPID | _NEWIPC | _NEWNS, ["network", "processes"]),
     (_NEWNET | _NEWPID | _NEWIPC | _NEWNS, ["network", "processes"]),
@@ -30,28 +34,33 @@ MAX_FILE_BYTES = 1 << 30
 MAX_OPEN_FILES = 256
 MAX_TASKS = 1024
 """Processes and threads, where the kernel counts them by namespace (Linux 5.14) and the user isn't root."""
-WATCH_S = 0.5
+SHM_SHARE = 4
+"""/dev/shm holds this part of the memory."""
 
 
-def confine(memory_bytes: int, *, network: bool = False) -> list[str]:
+def confine(
+    memory_bytes: int, *, network: bool = False, folder: str | None = None, grants: Mapping[str, int] | None = None
+) -> list[str]:
     """Go on in a forked process without network and without sight of others, as far as that can be had. `network`:
-    keep the network.
+    keep the network; `folder`: what it holds is bounded; `grants`: see `landlock`, None: all files.
 
-    Returns, in the new process only, what it is cut off from: some of `network`, `processes`, `proc`. The old one
-    stays as its keeper: it ends when the new one ends, and kills it when its own parent is gone. In a namespace of
-    processes one more stands between: the first one there, with which all others end, runs none of the task's code
-    and so can't be talked out of dying with the keeper.
+    Returns, in the new process only, what it is cut off from: some of `network`, `processes`, `proc`, `shm`, `files`,
+    `tcp`, `signals`. The old one stays as its keeper (`app/tasks/keeper.py`). In a namespace of processes one more
+    stands between: the first one there, with which all others end, runs none of the task's code and so can't be talked
+    out of dying with the keeper.
     """
     libc = ctypes.CDLL(None, use_errno=True)
+    keeper.prepare(libc)
     cut, own_user = _unshare(libc, keep=_NEWNET if network else 0)
     parent = os.getppid()
     child = os.fork()
     if child:
-        os._exit(_keep(child, parent))
+        os._exit(keeper.keep(child, parent, keeper.Bounds(memory_bytes, folder)))
+    keeper.release()
     _die_with_parent(libc)
     if "processes" in cut:
         if _private_proc(libc):
-            cut.append("proc")
+            cut += ["proc", "shm"] if _private_shm(libc, memory_bytes // SHM_SHARE) else ["proc"]
         child = os.fork()
         if child:
             os._exit(_lead(libc, child))
@@ -59,6 +68,9 @@ def confine(memory_bytes: int, *, network: bool = False) -> list[str]:
     if sys.platform == "linux":
         libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
         _drop_capabilities(libc)
+        if grants is not None:
+            shm = {"/dev/shm": landlock.OWN} if "shm" in cut else {}
+            cut += landlock.restrict(libc, {**grants, **shm}, network=network)
     _end_at_cpu_limit(libc)
     _limit(memory_bytes, count_tasks=own_user)
     return cut
@@ -92,10 +104,20 @@ def _unshare(libc: ctypes.CDLL, keep: int) -> tuple[list[str], bool]:
     """What was cut, and whether a namespace of users was made."""
     if sys.platform != "linux":
         return [], False
+    user, group = os.geteuid(), os.getegid()
     for flags, cut in _WAYS:
         if libc.unshare(flags & ~keep) == 0:
+            if flags & _NEWUSER:
+                _stay(user, group)
             return [word for word in cut if word != "network" or not keep], bool(flags & _NEWUSER)
     return [], False
+
+
+def _stay(user: int, group: int) -> None:
+    """Be the same user in a new namespace of users: nobody in particular could make no files in its own mounts."""
+    for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
 
 
 def _die_with_parent(libc: ctypes.CDLL) -> None:
@@ -127,6 +149,12 @@ def _private_proc(libc: ctypes.CDLL) -> bool:
     return bool(libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0)
 
 
+def _private_shm(libc: ctypes.CDLL, size: int) -> bool:
+    """A /dev/shm of this namespace's own, of so many bytes."""
+    options = f"size={size},nr_inodes=10000,mode=1777".encode()
+    return bool(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", _MS_NOSUID | _MS_NODEV, options) == 0)
+
+
 def _lead(libc: ctypes.CDLL, child: int) -> int:
     """As the first process of a namespace, wait for `child`, and for orphans. Returns an exit status as `_keep`."""
     os.close(0)
@@ -137,21 +165,4 @@ def _lead(libc: ctypes.CDLL, child: int) -> int:
     while True:
         found, status = os.waitpid(-1, 0)
         if found == child:
-            return _exit_status(status)
-
-
-def _exit_status(status: int) -> int:
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
-def _keep(child: int, parent: int) -> int:
-    """Wait for `child`; kill it when `parent` is gone. Returns an exit status: 128 + the signal that ended it."""
-    os.close(0)
-    os.close(1)
-    while True:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return _exit_status(status)
-        if os.getppid() != parent:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(WATCH_S)
+            return keeper.exit_status(status)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 4
 """Of a task that says nothing about it."""
-CUT_OFF = ("network", "processes", "proc")
+CUT_OFF = ("network", "processes", "proc", "shm", "files", "tcp", "signals")
 MAX_SIZE = 1 << 40
 QUEUE_SHARE = 4.0
 """A call waits for a free process as long as this many calls may take."""
@@ -41,7 +41,20 @@ def open_sandboxed(spec: TaskSpec, seed: int, folder: Path | None = None) -> San
     except (BadInput, TaskFailed):
         pool.close()
         raise
+    if open_to := reached(_listed(about.get("cut_off")), network=spec.limits.network):
+        log.warning("this machine's kernel does not keep the task %s from %s", spec.name, ", ".join(open_to))
     return (MultiTurnSandboxTask if about.get("multi_turn") is True else SandboxTask)(pool, about)
+
+
+def reached(cut_off: Sequence[str], *, network: bool) -> list[str]:
+    """In words, what a task can reach that it should not, given what it is cut off from."""
+    found = {
+        "the network": network or "network" in cut_off,
+        "what other processes are": "processes" in cut_off or "signals" in cut_off,
+        "shared memory of others": "shm" in cut_off or "files" in cut_off,
+        "the user's files": "files" in cut_off,
+    }
+    return [word for word, kept in found.items() if not kept]
 
 
 class SandboxTask:
@@ -52,7 +65,7 @@ class SandboxTask:
         self.name = str(about.get("name"))[:200]
         self.deterministic = about.get("deterministic") is not False
         self.cut_off: Sequence[str] = [word for word in CUT_OFF if word in _listed(about.get("cut_off"))]
-        """What the kernel lets its processes not reach: some of `network`, `processes`, `proc`."""
+        """What the kernel lets its processes not reach: some of CUT_OFF."""
         self._sizes: dict[Split, int] = {}
         weakref.finalize(self, pool.close)
 
@@ -123,6 +136,7 @@ class _Pool:
     def __init__(self, spec: TaskSpec, seed: int, folder: Path | None) -> None:
         self._limits = spec.limits
         where = None if folder is None else str(folder.absolute())
+        self._readable = [*(spec.limits.read or []), *([] if where is None else [where])]
         self._load = {"op": "load", "spec": spec.model_dump(mode="json"), "seed": seed, "folder": where}
         self._scratch = tempfile.TemporaryDirectory(prefix="echo2-task-", ignore_cleanup_errors=True)
         self._free: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
@@ -185,8 +199,9 @@ class _Pool:
             if self._closed:
                 raise TaskFailed("the task was closed")
             process = WorkerProcess(
-                Path(self._scratch.name), self._limits.memory_mb << 20, network=self._limits.network
-            )
+                Path(self._scratch.name), self._limits.memory_mb << 20,
+                network=self._limits.network, readable=self._readable,
+            )  # fmt: skip
             self._alive.add(process)
         try:
             self._about = process.ask(self._load, self._limits.load_timeout_s)

@@ -14,12 +14,15 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from app.protocol.errors import BadInput, FieldError, TaskFailed
+from app.tasks import keeper
 
 MAX_ANSWER_BYTES = 16 << 20
 MAX_WORDS = 2000
@@ -29,25 +32,34 @@ ENVIRONMENT_KEPT = ("LANG", "LC_ALL", "TZ")
 END_S = 5.0
 _TOP = str(Path(__file__).parents[2])
 _PROGRAM = (
-    "import sys; sys.path.insert(0, {top!r}); from app.tasks.child import main; "
-    "sys.exit(main({memory}, network={network}))"
+    "import json, sys; told = json.loads(sys.argv.pop()); sys.path.insert(0, told['code']); "
+    "from app.tasks.child import main; sys.exit(main(**told))"
 )
+SAID = {
+    keeper.OVER_MEMORY: f"its processes together use more than {keeper.TOGETHER} times limits.memory_mb",
+    keeper.OVER_FOLDER: f"it has more than {keeper.MOST_FOLDER_BYTES >> 30} GiB or {keeper.MOST_FILES} files",
+}
+"""What its keeper ended it for, by exit status."""
 _BLOCK = 1 << 16
 
 
 class WorkerProcess:
     """Started by the constructor. One question at a time; not safe to use from two threads at once."""
 
-    def __init__(self, folder: Path, memory_bytes: int, *, network: bool) -> None:
+    def __init__(self, folder: Path, memory_bytes: int, *, network: bool, readable: Sequence[str] = ()) -> None:
+        """It works in a folder of its own in `folder`, and may read `readable` besides what Python needs."""
+        self._own = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
+        told = {"memory": memory_bytes, "network": network, "code": _TOP, "readable": list(readable)}
+        own = str(self._own)
         environment = {name: os.environ[name] for name in ENVIRONMENT_KEPT if name in os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-s", "-c", _PROGRAM.format(top=_TOP, memory=memory_bytes, network=network)],
+            [sys.executable, "-P", "-s", "-c", _PROGRAM, json.dumps(told)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0", **environment},
+            cwd=own,
+            env={"PATH": os.defpath, "HOME": own, "TMPDIR": own, "PYTHONHASHSEED": "0", **environment},
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -56,6 +68,7 @@ class WorkerProcess:
         for pipe in (self._in, self._out):
             os.set_blocking(pipe.fileno(), False)
         self._asked = 0
+        self._removing = threading.Lock()
 
     @property
     def alive(self) -> bool:
@@ -83,13 +96,19 @@ class WorkerProcess:
         return answer
 
     def stop(self) -> None:
-        """End it and all that it started; from any thread. Who waits for its answer learns that it is dead."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                # It ends as soon as the kernel lets it go, and nobody waits longer for that.
-                self._process.wait(END_S)
+        """End it and all that it started, and remove its folder; from any thread. Who waits for its answer learns that
+        it is dead."""
+        # Its keeper kills what no signal of ours would reach, unless the task has stopped it.
+        for numbers, wait_s in ((signal.SIGTERM, signal.SIGCONT), keeper.CLEAR_S + 1), ((signal.SIGKILL,), END_S):
+            if self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    for number in numbers:
+                        (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    # It ends as soon as the kernel lets it go, and nobody waits longer for that.
+                    self._process.wait(wait_s)
+        with self._removing:
+            keeper.remove(self._own)
 
     def kill(self) -> None:
         """`stop`, and close its pipes; only while nobody asks it. A second call changes nothing."""
@@ -145,6 +164,8 @@ class WorkerProcess:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             return "its process closed its pipes"
+        if code in SAID:
+            return SAID[code]
         number = -code if code < 0 else code - 128 if code > 128 else 0
         if signal.SIGXCPU in (code, number):
             return "its process used more processor time than it may"

@@ -183,7 +183,7 @@ async def main(place: Place) -> None:
     """Rounds until everything is over."""
     clock = SharedClock(place.clock)
     svc = open_services(place, clock)
-    svc.jobs.check_task = lambda task: None
+    svc.jobs.take_task = lambda task, job_id: task
     director = Director(svc, clock, random.Random(clock.now_ns()))
     await svc.core.db.migrate()
     quiet = 0

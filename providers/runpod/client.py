@@ -20,6 +20,8 @@ from .errors import classify, parse_object, redact
 TIMEOUT = httpx.Timeout(connect=10.0, read=60.0, write=30.0, pool=10.0)
 # Shorter than servers keep idle connections, so that a create is seldom sent into one that is just being closed.
 LIMITS = httpx.Limits(max_connections=8, max_keepalive_connections=4, keepalive_expiry=2.0)
+WHOLE_S = 120.0
+"""For a whole exchange: the timeouts above begin anew with every byte that comes."""
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)
 """Failures that come before the first byte of a request."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -76,7 +78,12 @@ class Http:
     ) -> httpx.Response:  # fmt: skip
         """One request; raises httpx.TransportError."""
         await self.turn(call)
-        return self._veiled(await self.client.request(method, path, json=body, params=params, headers=self.headers()))
+        try:
+            async with asyncio.timeout(WHOLE_S):
+                answer = await self.client.request(method, path, json=body, params=params, headers=self.headers())
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(f"no whole answer within {WHOLE_S:.0f} s") from error
+        return self._veiled(answer)
 
     def _veiled(self, response: httpx.Response) -> httpx.Response:
         """The answer without our key, should it repeat it: what it says ends in errors, logs and events."""

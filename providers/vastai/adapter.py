@@ -41,7 +41,7 @@ from providers.base import (
 from . import parse
 from .client import NOT_SENT, Http, OnRequest
 from .errors import malformed
-from .limiter import Intervals
+from .limiter import INTERVALS_S, Intervals
 from .outcome import outcome
 from .payload import check_bid, create_body, search_body
 
@@ -82,6 +82,7 @@ class VastAI:
         self._pulls_image = pulls_image
         intervals = Intervals(interval_scale, monotonic, sleep)
         self._http = Http(name, base_url, api_key, transport, intervals, lambda: clock().timestamp(), on_request)
+        self._release_each_s = INTERVALS_S["destroy"] * interval_scale
         self._lane = asyncio.Lock()
         self._cooldown = timedelta(seconds=COOLDOWN_S * interval_scale)
         self._asked: dict[str, datetime] = {}
@@ -97,7 +98,10 @@ class VastAI:
     @property
     def caps(self) -> Caps:
         """Interruptible by own bid, bids can change, traffic is billed, no notice, no idempotency key."""
-        return Caps(spot=True, change_bid=True, bandwidth_billed=True, list_page=PAGE, pulls_image=self._pulls_image)
+        return Caps(
+            spot=True, change_bid=True, bandwidth_billed=True, list_page=PAGE, pulls_image=self._pulls_image,
+            release_each_s=self._release_each_s,
+        )  # fmt: skip
 
     def _taken(self, offer: Offer) -> bool:
         """Whether we asked for the machine after, or shortly before, the offer was seen."""

@@ -102,6 +102,8 @@ class Completion:
     generated: Sequence[bool] | None = None
     """Of each token, whether the policy wrote it; None: all of them. An engine never sets it: the environment of a
     multi-turn task may have written some."""
+    proofs: bytes | None = None
+    """`app.protocol.proofs` of the tokens that the policy wrote, from an engine that was told to `prove`."""
 
 
 class Engine(Protocol):

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from app.protocol.errors import BadInput
+from app.protocol.proofs import trimmed
 from app.rollout_agent.engines.base import Completion, Engine, GenRequest, Interrupted
+from app.rollout_agent.proofs import start_proving
 from app.snapshots.manifest import Manifest
 
 
@@ -71,6 +73,10 @@ class PacedEngine:
                 raise Interrupted("generation was interrupted before its first token")
         return completions
 
+    def prove(self) -> None:
+        """As the inner engine. Raises BadInput if it can't."""
+        start_proving(self._inner, "toploc")
+
     def interrupt(self) -> None:
         """End the waiting, and the inner engine's work."""
         self._interrupted.set()
@@ -84,9 +90,17 @@ class PacedEngine:
 def cut(completions: Sequence[Completion], share: float) -> list[Completion]:
     """The beginnings of completions that came to this share of themselves, 0 to 1."""
     kept = [(c, int(len(c.token_ids) * min(1.0, share))) for c in completions]
-    return [
-        c if n == len(c.token_ids) else Completion(c.token_ids[:n], c.logprobs[:n], "abort", c.spans) for c, n in kept
-    ]
+    return [c if n == len(c.token_ids) else _beginning(c, n) for c, n in kept]
+
+
+def _beginning(completion: Completion, tokens: int) -> Completion:
+    """The first tokens, at most so many: as many as their proofs, if there are any, are of."""
+    proofs = completion.proofs
+    if proofs is not None:
+        tokens, proofs = trimmed(proofs, tokens)
+    return Completion(
+        completion.token_ids[:tokens], completion.logprobs[:tokens], "abort", completion.spans, proofs=proofs
+    )
 
 
 def remaining(tokens: int, tokens_per_s: float, elapsed_s: float) -> float:

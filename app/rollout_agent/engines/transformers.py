@@ -26,6 +26,7 @@ from app.rollout_agent.engines.adapter import adapt, read_config
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, Tainted, check_layout, unique_tensors
 from app.rollout_agent.engines.blueprint import eos_ids
 from app.rollout_agent.engines.check import check_loaded
+from app.rollout_agent.proofs import Prover, following
 from app.snapshots.codec import decode
 from app.snapshots.manifest import Manifest
 
@@ -70,6 +71,7 @@ class TransformersEngine:
         self._eos = torch.empty(0, dtype=torch.long)
         self._cache_word = "past_key_values"
         self._interrupted = threading.Event()
+        self._proving = False
 
     @property
     def version(self) -> int | None:
@@ -151,9 +153,15 @@ class TransformersEngine:
         if self._version is None:
             raise Unavailable("no policy version is installed yet")
         self._check(requests)
-        with torch.inference_mode():
-            tokens, logprobs, limits = self._sample(requests)
-        return _completions(tokens, logprobs, limits, self._eos.cpu().numpy())
+        rows = sum(request.n for request in requests)
+        with torch.inference_mode(), following(self._model, rows, wanted=self._proving) as prover:
+            tokens, logprobs, limits = self._sample(requests, prover)
+            proofs = None if prover is None else prover.proofs()
+        return _completions(tokens, logprobs, limits, self._eos.cpu().numpy(), proofs)
+
+    def prove(self) -> None:
+        """From now on each completion comes with proofs of the hidden states that it was drawn from."""
+        self._proving = True
 
     def interrupt(self) -> None:
         """End a running `generate` at its next token; it returns what there is."""
@@ -175,10 +183,12 @@ class TransformersEngine:
             if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:
                 raise BadInput(f"a prompt has a token outside the model's vocabulary of {vocabulary}")
 
-    def _sample(self, requests: Sequence[GenRequest]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _sample(
+        self, requests: Sequence[GenRequest], prover: Prover | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and log-probs [rows, steps taken], and each row's limit. Raises Interrupted before the first step."""
         cache = DynamicCache(config=self._model.config)
-        logits, batch = self._prefill(requests, cache)
+        logits, batch, source = self._prefill(requests, cache)
         rows, longest = len(batch.rows), int(batch.limits.max())
         limits = batch.limits.cpu().numpy()
         tokens = torch.zeros(rows, longest, dtype=torch.long, device=self._device)
@@ -190,6 +200,8 @@ class TransformersEngine:
             drawn, their_logprobs = draw(logits, batch.temperatures, batch.uniforms[:, step])
             tokens[batch.rows, step] = drawn
             logprobs[batch.rows, step] = their_logprobs
+            if prover is not None:
+                prover.drawn(batch.rows, ~batch.done, source if step == 0 else None)
             steps = step + 1
             batch.done |= torch.isin(drawn, self._eos) | (batch.limits <= step + 1)
             alive = len(batch.rows) - int(batch.done.sum())
@@ -205,8 +217,8 @@ class TransformersEngine:
             raise Interrupted("generation was interrupted before its first token")
         return tokens[:, :steps].cpu().numpy(), logprobs[:, :steps].cpu().numpy(), limits
 
-    def _prefill(self, requests: Sequence[GenRequest], cache: Any) -> tuple[torch.Tensor, _Batch]:
-        """Run every prompt once (left-padded) and spread logits and cache over the samples."""
+    def _prefill(self, requests: Sequence[GenRequest], cache: Any) -> tuple[torch.Tensor, _Batch, torch.Tensor]:
+        """Run every prompt once (left-padded) and spread logits and cache over the samples; whose each sample is."""
         width = max(len(r.prompt_ids) for r in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
         mask = torch.zeros(len(requests), width, dtype=torch.long)
@@ -231,7 +243,7 @@ class TransformersEngine:
             positions=positions[spread, -1:],
             done=torch.zeros(len(spread), dtype=torch.bool, device=self._device),
         )
-        return logits[spread], batch
+        return logits[spread], batch, spread
 
     def _forward(self, drawn: torch.Tensor, batch: _Batch, cache: Any) -> torch.Tensor:
         batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(batch.mask), 1)], dim=1)
@@ -276,7 +288,9 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
-def _completions(tokens: np.ndarray, logprobs: np.ndarray, limits: np.ndarray, eos: np.ndarray) -> list[Completion]:
+def _completions(
+    tokens: np.ndarray, logprobs: np.ndarray, limits: np.ndarray, eos: np.ndarray, proofs: Sequence[bytes] | None
+) -> list[Completion]:
     """Cut every row after its first end-of-sequence token, or at its limit; one that came to neither is unfinished."""
     ends = np.isin(tokens, eos) & (np.arange(tokens.shape[1]) < limits[:, None])
     stopped = np.asarray(ends.any(axis=1))
@@ -286,6 +300,7 @@ def _completions(tokens: np.ndarray, logprobs: np.ndarray, limits: np.ndarray, e
             tokens[i, :n].tolist(),
             logprobs[i, :n].tolist(),
             "stop" if stopped[i] else "length" if n == limits[i] else "abort",
+            proofs=None if proofs is None else proofs[i],
         )
         for i, n in enumerate(lengths.tolist())
     ]

@@ -95,7 +95,7 @@ class VllmEngine:
             await self._start(model_dir)
 
     async def _start(self, model_dir: Path) -> None:
-        version = features(await installed_version(self._options.python))
+        version = features(await installed_version(self._options.python, self._env))
         if not version.tested:
             log.warning("vLLM %s was never tested with this agent; 0.32.0 was", version.version)
         self._model = model_dir

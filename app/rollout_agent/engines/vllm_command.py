@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from app.rollout_agent.engines.blueprint import Blueprint
+from app.rollout_agent.engines.inherited import inherited
 
 HOST = "127.0.0.1"
 INSIDE = Path(__file__).parent / "vllm_inside"
@@ -23,8 +24,6 @@ BASE_NAME = "echo2-base"
 CPU_CACHE_BYTES = 256 * 1024 * 1024
 MAX_LORAS = 4
 """Adapters in use at once: that of the newest version, and those under which long completions began."""
-SECRET = frozenset({"CONTAINER_API_KEY"})
-"""What the machine's environment holds and an engine has no use for: the key that ends the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,8 @@ def command(options: VllmOptions, model: Path, port: int, blueprint: Blueprint) 
 
 
 def environment(options: VllmOptions, base: Mapping[str, str], key: str) -> dict[str, str]:
-    """The server's environment: the agent's without its own settings and secrets, and what vLLM needs."""
-    kept = {name: value for name, value in base.items() if not name.startswith("ECHO2_") and name not in SECRET}
+    """The server's environment: what it may have of the agent's (see `inherited`), and what vLLM needs."""
+    kept = inherited(base)
     kept |= {
         "ECHO2_ENGINE_KEY": key,
         "PYTHONPATH": str(INSIDE),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from app.protocol.errors import BadInput, Unavailable
+from app.rollout_agent.engines.inherited import inherited
 from app.rollout_agent.engines.vllm_command import HOST
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def installed_version(python: str) -> str:
+async def installed_version(python: str, env: Mapping[str, str]) -> str:
     """Version of the vLLM that an interpreter has, without importing it. Raises BadInput if there is none."""
     try:
         process = await asyncio.create_subprocess_exec(
@@ -149,6 +150,7 @@ async def installed_version(python: str) -> str:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
+            env=inherited(env),
         )
     except OSError as error:
         raise BadInput(f"{python} can't be run: {error.strerror}; set ECHO2_VLLM_PYTHON") from error

@@ -99,6 +99,8 @@ class Step(Base):
     t_idle: Mapped[float]
     reward: Mapped[float]
     rollouts: Mapped[int]
+    groups: Mapped[int | None]
+    """Groups that it consumed; None of steps from before that was counted."""
     dropped: Mapped[int]
     lags: Mapped[dict[str, Any]]
     metrics: Mapped[dict[str, Any]]

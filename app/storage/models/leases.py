@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Text
+from sqlalchemy import JSON, ForeignKey, Index, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.storage.models.base import Base, BigId
@@ -148,15 +148,16 @@ class LedgerEntry(Base):
 
 
 class SpotPrice(Base):
-    """The last price that a webhook told for a selector."""
+    """A price that a webhook told for a selector: it counts until its provider's offers are read anew."""
 
     __tablename__ = "spot_prices"
     id: Mapped[int] = mapped_column(BigId, primary_key=True, autoincrement=True)
-    provider: Mapped[str] = mapped_column(index=True)
+    provider: Mapped[str]
     selector: Mapped[dict[str, Any]]
     micros_h: Mapped[int]
     effective_at: Mapped[float]
     received_at: Mapped[float]
+    __table_args__ = (Index("ix_spot_prices_provider", "provider", "received_at"),)
 
 
 class Cooldown(Base):

@@ -38,6 +38,12 @@ class Node(Base):
     tokens_wasted: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     """Tokens of no use by reason, as the node counts them."""
     rollouts_accepted: Mapped[int] = mapped_column(default=0)
+    rollouts_delivered: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Accepted ones, those that came too late to be trained on, and answers to held-out prompts."""
+    waited_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    """For work that it was not given, since its last heartbeat."""
+    evidence: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    """Of its speed; `app/fleet/believed.py` says what is kept."""
     files_refused: Mapped[int] = mapped_column(default=0)
     bytes_down: Mapped[int] = mapped_column(default=0)
     bytes_up: Mapped[int] = mapped_column(default=0)
@@ -66,6 +72,7 @@ class Node(Base):
     audit_spread: Mapped[float] = mapped_column(default=0.0, server_default="0")
     audit_jump: Mapped[float] = mapped_column(default=0.0, server_default="0")
     audit_excess: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    audit_ungreedy: Mapped[float] = mapped_column(default=0.0, server_default="0")
     caught: Mapped[str | None] = mapped_column(Text)
     """What it handed in that no honest node does: it is put into quarantine in the next round."""
     quarantined_at: Mapped[float | None]

@@ -18,7 +18,7 @@ class Outbox(Base):
     __tablename__ = "outbox"
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     event_id: Mapped[int] = mapped_column(default=0)
-    """The last event that was delivered or dropped."""
+    """The last event that was delivered, dropped, or passed over as one that is not told."""
     attempts: Mapped[int] = mapped_column(default=0)
     """How often the next one failed."""
     next_at: Mapped[float] = mapped_column(index=True)

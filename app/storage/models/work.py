@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ForeignKey, Index, UniqueConstraint
+from sqlalchemy import ForeignKey, Index, UniqueConstraint, false
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.storage.models.base import Base, BigId
@@ -61,8 +61,13 @@ class WorkItem(Base):
     written_by: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
     """Nodes that sampled tokens of the group and handed it back before the one that finished it, the first one first.
     It stays when the group is accepted."""
+    failures: Mapped[int] = mapped_column(default=0, server_default="0")
+    """How often a node gave it up because it could not be sampled or scored."""
+    failed_by: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
+    """Nodes that did."""
     __table_args__ = (
-        Index("ix_work_items_job_status", "job_id", "status"),
+        # The ordinal is the order in which waiting work goes out.
+        Index("ix_work_items_job_status", "job_id", "status", "ordinal"),
         Index("ix_work_items_node", "node_id"),
         Index("ix_work_items_trajectory", "trajectory_seq"),
         Index("ix_work_items_partial", "partial_key"),
@@ -81,4 +86,6 @@ class Trajectory(Base):
     size: Mapped[int]
     blake3: Mapped[str]
     rollouts: Mapped[int]
+    heldout: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """It has answers to held-out prompts that are to be computed again; it goes when they are."""
     created_at: Mapped[float]
