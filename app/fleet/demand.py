@@ -86,9 +86,7 @@ class Demand:
             bound=self.core.settings.bubble_bound,
         )
         if aim.kappa != job.publish_period:
-            self.core.emit(
-                session, job.id, "publish_period_steered", aim.why, before=job.publish_period, now=aim.kappa
-            )
+            self.core.emit(session, job.id, "publish_period_steered", aim.why, before=job.publish_period, now=aim.kappa)
             job.publish_period = aim.kappa
         elif aim.moved:
             self.core.emit(

@@ -79,7 +79,7 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int = 2, after: Callable[[
         _write(part, checkpoint, after)
         _swap(root, part, target, after)
         _prune(root, keep, {checkpoint.progress.best_step, checkpoint.progress.candidate_step})
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise LearnerError(f"the checkpoint of step {checkpoint.progress.step} can't be written: {error}") from error
     return target
 

@@ -1,7 +1,8 @@
 """Held-out reward.
 
 Invariant: an evaluation of the same weights, task and seed gives the same number, and leaves no trace in the training:
-it draws from a generator of its own and changes no weight.
+it draws from a generator of its own and changes no weight. Of several ranks only rank 0 knows the task: each reply of
+an environment is asked for once, and each reward computed once.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 import torch
 
+from app.learner.parallel.messages import Sampling
 from app.learner.parallel.ranks import ALONE, Ranks
-from app.learner.sampling import eos_ids, sample
-from app.protocol.errors import EchoError, TaskFailed
+from app.learner.sampling import Completion, eos_ids, sample
+from app.protocol.errors import BadInput, EchoError, TaskFailed
 from app.protocol.job import JobSpec
 from app.tasks.base import Prompt, Task
 from app.tasks.prompts import encode_prompt
@@ -31,26 +33,51 @@ _SALT = 0x65766C
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer as far as it has come; `marks`: which tokens the policy wrote; `ended`: it has ended its turn."""
+    """An answer as far as it has come; `marks`: which tokens the policy wrote; `ended`: it has ended its turn;
+    `failed`: the environment has."""
 
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
     marks: list[bool] = field(default_factory=list)
     ended: bool = False
+    failed: bool = False
 
     def add(self, ids: Sequence[int], *, own: bool) -> None:
         self.ids.extend(ids)
         self.marks.extend([own] * len(ids))
 
 
-class Evaluator:
-    """One answer at temperature 1, nothing truncated, to each of the first `learner.eval_prompts` held-out prompts.
+class Sampler:
+    """Answers at temperature 1, nothing truncated. With several ranks a call is collective, for a forward pass takes
+    them all: rank 0 says to what prompts, and its draws are everybody's."""
 
-    With several ranks `run` is collective, and all of them sample the same answers: a forward pass takes them all.
-    """
+    def __init__(self, model: Any, tokenizer: Any, ranks: Ranks = ALONE) -> None:
+        self._model = model
+        self._eos = eos_ids(model, tokenizer)
+        self._ranks = ranks
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, generator: torch.Generator | None = None
+    ) -> list[Completion]:
+        """One answer to each prompt, in order. `generator` is drawn from; other ranks than 0 need none."""
+        asked = Sampling(prompts=[list(p) for p in prompts], max_tokens=max_tokens)
+        self._ranks.announce("sample", asked.model_dump_json().encode())
+        return sample(
+            self._model,
+            prompts,
+            max_tokens=max_tokens,
+            temperature=1.0,
+            eos=self._eos,
+            generator=generator or torch.Generator(device=self._model.device),
+            agree=self._ranks.first,
+        )
+
+
+class Evaluator:
+    """One answer to each of the first `learner.eval_prompts` held-out prompts; of several ranks for rank 0."""
 
     def __init__(self, model: Any, tokenizer: Any, task: Task, spec: JobSpec, ranks: Ranks = ALONE) -> None:
-        self._ranks = ranks
+        self._sampled = Sampler(model, tokenizer, ranks)
         self._model = model
         self._tokenizer = tokenizer
         self._task = task
@@ -60,18 +87,17 @@ class Evaluator:
     def run(self) -> float:
         """Mean reward of the weights as they are. Every evaluation has the same draws: differences are the policy's.
 
-        Answers whose reward fails are left out. Raises TaskFailed if all of them are, BadInput or TaskFailed if the
-        environment of a multi-turn task fails.
+        What the task fails in, be it the prompt, a reply or the reward, is left out. Raises TaskFailed if all of it is.
         """
-        self._ranks.announce("evaluate")
-        prompts = [self._task.heldout(i) for i in range(self.prompts)]
+        prompts = [p for i in range(self.prompts) if (p := self._prompt(i)) is not None]
         generator = torch.Generator(device=self._model.device).manual_seed((self._spec.seed ^ _SALT) & (2**63 - 1))
         # A tokenizer is not safe to use from two threads.
-        said = [turns_of(self._tokenizer, a.ids, a.marks) for a in self._answers(prompts, generator)]
+        played = [(p, a) for p, a in zip(prompts, self._answers(prompts, generator), strict=True) if not a.failed]
+        said = [turns_of(self._tokenizer, a.ids, a.marks) for _, a in played]
         with ThreadPoolExecutor(self._spec.task.limits.processes or _THREADS, "evaluate") as pool:
-            rewards = [r for r in pool.map(self._reward, prompts, said) if r is not None]
+            rewards = [r for r in pool.map(self._reward, [p for p, _ in played], said) if r is not None]
         if not rewards:
-            raise TaskFailed(f"not one of {len(prompts)} held-out answers could be scored; the learner's log says why")
+            raise TaskFailed(f"not one of {self.prompts} held-out answers could be scored; the learner's log says why")
         return statistics.fmean(rewards)
 
     def _answers(self, prompts: Sequence[Prompt], generator: torch.Generator) -> list[_Answer]:
@@ -80,14 +106,10 @@ class Evaluator:
         running = list(range(len(prompts)))
         most = self._spec.sampling.max_tokens
         while running:
-            made = sample(
-                self._model,
+            made = self._sampled(
                 [[*answers[i].prompt_ids, *answers[i].ids] for i in running],
-                max_tokens=max(most - len(answers[i].ids) for i in running),
-                temperature=1.0,
-                eos=eos_ids(self._model, self._tokenizer),
-                generator=generator,
-                agree=self._ranks.first,
+                max(most - len(answers[i].ids) for i in running),
+                generator,
             )
             for i, turn in zip(running, made, strict=True):
                 left = most - len(answers[i].ids)
@@ -98,11 +120,23 @@ class Evaluator:
 
     def _replied(self, prompt: Prompt, answer: _Answer, most: int) -> bool:
         """Whether the environment had something to say for which, and one token more, there is room."""
-        ids = reply_of(self._task, prompt, self._tokenizer, answer.ids, answer.marks)
+        try:
+            ids = reply_of(self._task, prompt, self._tokenizer, answer.ids, answer.marks)
+        except (BadInput, TaskFailed) as error:
+            log.warning("held-out prompt %d gets no reply: %s", prompt.index, error.detail)
+            answer.failed = True
+            return False
         if ids is None or len(answer.ids) + len(ids) >= most:
             return False
         answer.add(ids, own=False)
         return True
+
+    def _prompt(self, index: int) -> Prompt | None:
+        try:
+            return self._task.heldout(index)
+        except TaskFailed as error:
+            log.warning("held-out prompt %d can't be had: %s", index, error.detail)
+            return None
 
     def _reward(self, prompt: Prompt, turns: Sequence[str]) -> float | None:
         try:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from app.learner.client import Control
 from app.learner.outbox import Directives
+from app.learner.threads import watched
 from app.protocol.errors import EchoError, Unavailable
 from app.protocol.learner import LearnerHeartbeat
 from app.snapshots.rates import Rate
@@ -39,7 +40,7 @@ class Status:
                 self._state, self._since = state, self._clock()
             self._step = self._step if step is None else step
 
-    def heartbeat(self, bytes_served: int, rate: Rate | None = None) -> LearnerHeartbeat:
+    def heartbeat(self, bytes_served: int, rate: Rate | None = None, *, model_stored: bool = False) -> LearnerHeartbeat:
         """The message of this moment. `rate`: what the relay has measured since the last one."""
         with self._lock:
             waited = self._clock() - self._since if self._state == "waiting" else 0.0
@@ -50,6 +51,7 @@ class Status:
                 bytes_served=bytes_served,
                 up_bytes_per_s=None if rate is None else rate.bytes_per_s,
                 up_limited=rate is not None and rate.limited,
+                model_stored=model_stored,
             )
 
 
@@ -64,6 +66,7 @@ class Heart:
         bytes_served: Callable[[], int],
         *,
         uplink: Callable[[], Rate | None] = lambda: None,
+        model_stored: Callable[[], bool] = lambda: False,
         period_s: float = PERIOD_S,
     ) -> None:
         self._control = control
@@ -71,9 +74,10 @@ class Heart:
         self._directives = directives
         self._bytes_served = bytes_served
         self._uplink = uplink
+        self._model_stored = model_stored
         self._period_s = period_s
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread = watched("heart", self._run, directives.fail)
 
     def start(self) -> None:
         """Begin to beat."""
@@ -87,7 +91,8 @@ class Heart:
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                beat = self._status.heartbeat(self._bytes_served(), self._uplink())
+                stored = self._model_stored()
+                beat = self._status.heartbeat(self._bytes_served(), self._uplink(), model_stored=stored)
                 self._directives.update(self._control.heartbeat(beat))
             except Unavailable as error:
                 log.info("heartbeat: %s", error.detail)

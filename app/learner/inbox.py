@@ -22,8 +22,10 @@ from app.learner.cache import FileCache
 from app.learner.client import Control
 from app.learner.outbox import Directives
 from app.learner.rewards import Onward, Refuse, Rewarder, Why
-from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, Refused, Unavailable
+from app.learner.threads import watched
+from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, Refused, TaskFailed, Unavailable
 from app.protocol.learner import TrajectoryRef
+from app.protocol.proofs import Proofs
 from app.protocol.pruning import Prune, kept
 from app.protocol.trajectory import Expected, Rollout, read_table, rollouts, validate
 from app.storage.objects import ObjectStore
@@ -46,16 +48,21 @@ class GroupReader:
         max_tokens: int,
         vocabulary: int,
         quantised: str | None = None,
+        proofs: Proofs = "none",
         prune: Prune | None = None,
         cache: FileCache | None = None,
+        heldout_ids: Callable[[int], list[int]] | None = None,
     ) -> None:
-        """`group_size`: of groups whose size a reference doesn't name; `prune`: files have a part of each group."""
+        """`group_size`: of groups whose size a reference doesn't name; `prune`: files have a part of each group;
+        `heldout_ids`: the tokens of held-out prompts, where their answers are to be read."""
         self._objects = objects
         self._prompt_ids = lru_cache(maxsize=4096)(prompt_ids)
+        self._heldout_ids = None if heldout_ids is None else lru_cache(maxsize=4096)(heldout_ids)
         self._group_size = group_size
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
         self._quantised = quantised
+        self._proofs = proofs
         self._prune = prune
         self._cache = cache
 
@@ -75,20 +82,26 @@ class GroupReader:
         by_item: dict[str, list[Rollout]] = {}
         for rollout in rollouts(table):
             by_item.setdefault(rollout.work_item, []).append(rollout)
-        expected = {item: self._expected(rows, ref.group_sizes.get(item)) for item, rows in by_item.items()}
+        prompts, prune = self._prompt_ids, self._prune
+        if ref.heldout:
+            if self._heldout_ids is None:
+                raise Refused("wrong_prompt", "answers to held-out prompts are not read here")
+            prompts, prune = self._heldout_ids, None
+        expected = {item: self._expected(rows, ref.group_sizes.get(item), prune) for item, rows in by_item.items()}
         validate(
             table, expected,
             newest_version=_ANY_VERSION, max_tokens=self._max_tokens, quantised=self._quantised,
+            proofs=self._proofs,
         )  # fmt: skip
-        return [self._group(item, by_item[item], ref.node_id) for item in ref.work_items if item in by_item]
+        return [self._group(item, by_item[item], ref.node_id, prompts) for item in ref.work_items if item in by_item]
 
-    def _expected(self, rows: list[Rollout], size: int | None) -> Expected:
+    def _expected(self, rows: list[Rollout], size: int | None, prune: Prune | None) -> Expected:
         size = self._group_size if size is None else size
-        return Expected(rows[0].prompt_index, size, kept(size, self._prune))
+        return Expected(rows[0].prompt_index, size, kept(size, prune))
 
-    def _group(self, item: str, rows: list[Rollout], node: str) -> Group:
+    def _group(self, item: str, rows: list[Rollout], node: str, prompts: Callable[[int], list[int]]) -> Group:
         try:
-            own = self._prompt_ids(rows[0].prompt_index)
+            own = prompts(rows[0].prompt_index)
         except BadInput as error:
             raise Refused("wrong_prompt", f"work item {item}: {error.detail}") from error
         for rollout in rows:
@@ -119,7 +132,7 @@ class Inbox:
         self._buffer = buffer
         self._directives = directives
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self._thread = watched("inbox", self._run, directives.fail)
         self._counting = threading.Lock()
         self.invalid: dict[str, int] = {}
         """Files refused, by error code or reason, and groups because of their rewards."""
@@ -153,7 +166,11 @@ class Inbox:
             cursor = page.cursor
 
     def take(self, ref: TrajectoryRef) -> None:
-        """Read one file into the buffer. Raises Unavailable if the object store stays away."""
+        """Read one file into the buffer. Raises Unavailable if the object store stays away. Groups whose prompts the
+        task fails to tell are dropped, and are no fault of the node."""
+        if ref.heldout:
+            self._examine(ref)
+            return
         try:
             groups = self._patiently(ref)
         except (NotFound, IntegrityError, Refused) as error:
@@ -162,12 +179,36 @@ class Inbox:
             log.warning("file %s of node %s is refused: %s", ref.key, ref.node_id, error.detail)
             self._reject(ref.work_items)
             return
+        except TaskFailed as error:
+            self._count(error.code)
+            log.warning("file %s of node %s can't be used: %s", ref.key, ref.node_id, error.detail)
+            for item in ref.work_items:
+                self._buffer.reject(item, "unscored")
+            return
         for group in groups:
             if self._rewarder is None:
                 self._onward(group, ref)
             else:
                 self._rewarder.take(group, ref)
         self._reject(set(ref.work_items) - {g.work_item for g in groups})
+
+    def _examine(self, ref: TrajectoryRef) -> None:
+        """Answers to held-out prompts go to the auditor, and nowhere else."""
+        if self._auditor is None:
+            return
+        try:
+            groups = self._patiently(ref)
+        except (NotFound, TaskFailed) as error:
+            # The evaluation may be over.
+            self._auditor.unreadable(ref, ref.work_items, "unclear", error.detail)
+            return
+        except (IntegrityError, Refused) as error:
+            self._auditor.unreadable(ref, ref.work_items, "suspect", error.detail)
+            return
+        for group in groups:
+            self._auditor.examine(group, ref)
+        missing = sorted(set(ref.work_items) - {g.work_item for g in groups})
+        self._auditor.unreadable(ref, missing, "suspect", "the file has no such answer")
 
     def _onward(self, group: Group, ref: TrajectoryRef) -> None:
         if self._auditor is None:
@@ -190,6 +231,11 @@ class Inbox:
         for attempt in range(_STORE_PATIENCE):
             try:
                 return self._reader.read(ref)
+            except TaskFailed as error:
+                # A process of the task that was killed is replaced at the next call.
+                log.warning("%s (try %d)", error.detail, attempt + 1)
+                if attempt:
+                    raise
             except Unavailable as error:
                 log.warning("object store: %s (try %d)", error.detail, attempt + 1)
                 if self._stopped.wait(min(10.0, 0.5 * 2**attempt)):

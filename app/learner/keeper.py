@@ -65,7 +65,8 @@ def _fetch(objects: ObjectStore, prefix: str, root: Path, step: int) -> None:
         marker = objects.get(prefix + MARKER)
         for name, promised in json.loads(marker).items():
             path = part / Path(name).name
-            write_durable(path, objects.get(prefix + path.name))
+            objects.get_file(prefix + path.name, path)
+            fsync_path(path)
             if path.stat().st_size != promised["size"] or hash_file(path) != promised["blake3"]:
                 raise ValueError(f"{name} is not the file that was committed")
         write_durable(part / MARKER, marker)

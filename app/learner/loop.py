@@ -166,7 +166,7 @@ class Loop:
             self.position.candidate, self.position.evaluated, keep = step, step, True
         began = self._clock()
         if publish or keep:
-            state = self._trainer.snapshot()
+            state = self._trainer.snapshot(optimizer=keep)
             checkpoint = self.checkpoint(state) if keep else None
             self._publisher.submit(Save(step if publish else None, state.weights, checkpoint))
         if publish:

@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from app.learner.buffer import Group
 from app.learner.weights import effective_sample_size
+from app.protocol.trajectory import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +65,60 @@ def ratio_metrics(seen: Seen) -> dict[str, float]:
     """How far the policy is from those that sampled, r = π_θ / π_behaviour of each token.
 
     `mismatch_kl` is the mean of r − 1 − log r, the non-negative estimator of KL(behaviour ‖ π_θ) (Schulman,
-    "Approximating KL divergence", k3), with `mismatch_kl_lag_k` that of the tokens of lag k. Without tokens: what is
-    true on-policy.
+    "Approximating KL divergence", k3). `{name}_lag_{k}` is that of the tokens of lag k. Without tokens: what is true
+    on-policy.
     """
-    count = len(seen.log_ratio)
-    if count == 0:
+    if len(seen.log_ratio) == 0:
         return dict.fromkeys(("mismatch_kl", "log_ratio_squared", *_SHARES), 0.0) | dict.fromkeys(_ONES, 1.0)
-    ratio = seen.log_ratio.double().exp()
-    kl = ratio - 1 - seen.log_ratio.double()
-    lags, index = np.unique(seen.lag.cpu().numpy(), return_inverse=True)
-    kinds = torch.from_numpy(index).to(kl.device)
-    by_lag = torch.bincount(kinds, weights=kl) / torch.bincount(kinds)
+    by_lag: dict[str, float] = {}
+    for lag in torch.unique(seen.lag).tolist():
+        own = seen.lag == lag
+        found = _distance(seen.log_ratio[own], (seen.high | seen.low)[own])
+        by_lag |= {f"{name}_lag_{lag}": value for name, value in found.items()}
     return {
-        "ratio_mean": float(ratio.mean()),
-        "ratio_p99": float(ratio.kthvalue(math.ceil(0.99 * count)).values),
-        "ess": effective_sample_size(seen.log_ratio),
-        "mismatch_kl": float(kl.mean()),
+        "ratio_mean": float(seen.log_ratio.double().exp().mean()),
         "log_ratio_squared": float(seen.log_ratio.double().square().mean()),
-        "clip_share": float((seen.high | seen.low).double().mean()),
         "clip_share_high": float(seen.high.double().mean()),
         "clip_share_low": float(seen.low.double().mean()),
-    } | {f"mismatch_kl_lag_{k}": v for k, v in zip(lags.tolist(), by_lag.tolist(), strict=True)}
+        **_distance(seen.log_ratio, seen.high | seen.low),
+        **by_lag,
+    }
+
+
+def _distance(log_ratio: torch.Tensor, held: torch.Tensor) -> dict[str, float]:
+    """Of some tokens, at least one: how far they are from who sampled them. `held`: which the loss holds back."""
+    ratio = log_ratio.double().exp()
+    return {
+        "ratio_p99": float(ratio.kthvalue(math.ceil(0.99 * len(ratio))).values),
+        "ess": effective_sample_size(log_ratio),
+        "mismatch_kl": float((ratio - 1 - log_ratio.double()).mean()),
+        "clip_share": float(held.double().mean()),
+    }
+
+
+def lag_metrics(groups: Sequence[Group], advantages: Sequence[Sequence[float]], t: int) -> dict[str, float]:
+    """`{name}_lag_{k}` of rollouts with the version lag k = t − x, x the version of a rollout's oldest token; for
+    `zero_variance_share` of groups, x the version of a group's."""
+    rollouts: dict[int, list[tuple[Rollout, float]]] = {}
+    signals: dict[int, list[bool]] = {}
+    for group, values in zip(groups, advantages, strict=True):
+        signals.setdefault(t - group.oldest_version, []).append(group.signal)
+        for rollout, advantage in zip(group.rollouts, values, strict=True):
+            rollouts.setdefault(t - rollout.oldest_version, []).append((rollout, advantage))
+    found = {f"zero_variance_share_lag_{lag}": 1 - sum(s) / len(s) for lag, s in signals.items()}
+    for lag, pairs in rollouts.items():
+        own = [r for r, _ in pairs]
+        tokens = max(1, sum(r.own_tokens for r in own))
+        numbers = {
+            "reward": statistics.fmean(r.reward for r in own),
+            "advantage_std": statistics.pstdev(a for _, a in pairs),
+            # What the environment wrote has the log-prob 0.
+            "entropy": -sum(sum(r.logprobs) for r in own) / tokens,
+            "truncated_share": sum(r.finish_reason == "length" for r in own) / len(own),
+            "completion_tokens_mean": tokens / len(own),
+        }
+        found |= {f"{name}_lag_{lag}": value for name, value in numbers.items()}
+    return found
 
 
 def node_metrics(log_ratio: torch.Tensor, owners: Sequence[tuple[str, int]]) -> dict[str, float]:

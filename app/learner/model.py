@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from app.learner.files import hash_file
+from app.learner.hub import first_line, network_errors
 from app.learner.lora import adapter_weights
 from app.learner.tiny import TINY, tiny_model
 from app.protocol.errors import BadInput, LearnerError
-from app.protocol.learner import AssetInfo
 
 MAX_ASSET_BYTES = 64 * 1024 * 1024
 _ASSET_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
@@ -42,10 +41,11 @@ class LoadedModel:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def resolve(name: str, cache_dir: Path) -> Path:
+def resolve(name: str, cache_dir: Path, *, endpoint: str | None = None) -> Path:
     """The folder with config.json, tokenizer and safetensors of `tiny`, a local folder, or a Hugging Face id.
 
-    Raises BadInput when the name is wrong, LearnerError when it can't be had now.
+    `endpoint`: of the Hub; default: the one of its library, `HF_ENDPOINT`. Raises BadInput when the name is wrong,
+    LearnerError when it can't be had now.
     """
     if name == TINY:
         return tiny_model(cache_dir)
@@ -56,16 +56,15 @@ def resolve(name: str, cache_dir: Path) -> Path:
         return local
     if local.is_absolute() or name.startswith((".", "~")):
         raise BadInput(f"model folder {name} does not exist on the learner's machine")
-    return _download(name, cache_dir)
+    return _download(name, cache_dir, endpoint)
 
 
-def _download(name: str, cache_dir: Path) -> Path:
-    import httpx
+def _download(name: str, cache_dir: Path, endpoint: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, cache_dir=cache_dir / "hub", allow_patterns=_DOWNLOAD))
+        return Path(snapshot_download(name, cache_dir=cache_dir / "hub", allow_patterns=_DOWNLOAD, endpoint=endpoint))
     except HFValidationError as error:
         raise BadInput(
             f"model {name!r} is neither 'tiny', nor a folder here, nor an id of the form org/name"
@@ -74,8 +73,8 @@ def _download(name: str, cache_dir: Path) -> Path:
         raise LearnerError(f"model {name!r} is gated: accept its terms and give the learner HF_TOKEN") from error
     except RepositoryNotFoundError as error:
         raise BadInput(f"model {name!r} does not exist on Hugging Face (or HF_TOKEN may not read it)") from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        raise LearnerError(f"model {name!r} can't be fetched: {str(error).splitlines()[0]}"[:500]) from error
+    except network_errors() as error:
+        raise LearnerError(f"model {name!r} can't be fetched: {first_line(error)}"[:500]) from error
 
 
 def load(folder: Path, *, device: torch.device | None = None) -> LoadedModel:
@@ -143,11 +142,6 @@ def assets(folder: Path) -> list[Path]:
         and not path.name.startswith(".")
         and not path.name.endswith(".index.json")
     ]
-
-
-def asset(path: Path) -> AssetInfo:
-    """A file as it is announced."""
-    return AssetInfo(path=path.name, size=path.stat().st_size, blake3=hash_file(path))
 
 
 def check_lengths(model: Any, longest_prompt: int, max_tokens: int) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 
 from app.learner.client import Control
+from app.learner.threads import watched
 from app.protocol.errors import EchoError, LearnerError
 from app.protocol.learner import Drops, EvalReport, LearnerDirectives, Published, StepReport
 
@@ -60,7 +61,7 @@ class Outbox:
         self._queue: deque[Message] = deque()
         self._changed = threading.Condition()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread = watched("outbox", self._run, directives.fail)
 
     def start(self) -> None:
         """Begin sending."""

@@ -11,8 +11,15 @@ import torch
 
 from app.learner.microbatch import Row, collate, completion_logprobs
 from app.protocol.errors import BadInput
+from app.protocol.learner_spec import LearnerSpec
 
 _SIZE = 8
+
+
+def check_job(model: Any, spec: LearnerSpec) -> None:
+    """`check_packing` as far as a job needs it; if it does, a forward pass of every rank. Raises BadInput."""
+    if spec.packing:
+        check_packing(model, close=1e-3 if spec.precision == "float32" else 0.25)
 
 
 @torch.no_grad()

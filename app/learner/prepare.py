@@ -15,10 +15,11 @@ import torch
 from app.learner.checkpoints import MARKER
 from app.learner.config import LearnerSettings
 from app.learner.evaluate import Evaluator
+from app.learner.hub import plan
 from app.learner.lora import add_adapter, merge, save_adapter
-from app.learner.model import LoadedModel, asset, assets, check_lengths, load, resolve
+from app.learner.model import LoadedModel, assets, check_lengths, load, resolve
 from app.learner.objects import open_objects
-from app.learner.packing import check_packing
+from app.learner.packing import check_job
 from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.parallel.shards import needs_shards
 from app.learner.trainer import GRPOTrainer
@@ -47,7 +48,9 @@ class Parts:
     assets: list[AssetInfo]
     t_train_prior: float
     files: list[Path]
-    """The files that `assets` describes."""
+    """The files that `assets` describes, without those of `later`."""
+    later: list[Path]
+    """Those that nodes get from the Hugging Face Hub, and from the store only once it fails them."""
     prompt: list[int]
     """Token ids of the first training prompt."""
 
@@ -72,8 +75,8 @@ def prepare(answer: StartAnswer, settings: LearnerSettings, ranks: Ranks = ALONE
     prior = trainer.rehearse(
         spec.batch.prompts * kept(spec.batch.group_size, spec.batch.prune), prompts, spec.sampling.max_tokens
     )
-    files = asset_files(loaded, settings.work_dir)
-    return Parts(loaded, task, trainer, evaluator, [asset(p) for p in files], prior, files, prompts[0])
+    ways = plan(spec.model, loaded.folder, asset_files(loaded, settings.work_dir))
+    return Parts(loaded, task, trainer, evaluator, ways.assets, prior, ways.now, ways.later, prompts[0])
 
 
 def task_files(answer: StartAnswer, settings: LearnerSettings) -> Path | None:
@@ -81,7 +84,8 @@ def task_files(answer: StartAnswer, settings: LearnerSettings) -> Path | None:
     raises."""
     if not answer.spec.task.files:
         return None
-    return fetch_files(open_objects(settings, answer).get, answer.job_id, answer.spec.task, settings.work_dir / "task")
+    objects = open_objects(settings, answer)
+    return fetch_files(objects.get_file, answer.job_id, answer.spec.task, settings.work_dir / "task")
 
 
 def load_for(folder: Path, spec: JobSpec, ranks: Ranks) -> LoadedModel:
@@ -95,8 +99,7 @@ def load_for(folder: Path, spec: JobSpec, ranks: Ranks) -> LoadedModel:
 def assemble(loaded: LoadedModel, task: Task, spec: JobSpec, ranks: Ranks) -> tuple[GRPOTrainer, Evaluator]:
     """Trainer and evaluator of one rank. Collective. Raises BadInput for a model that can't be trained as asked."""
     trainer = GRPOTrainer(loaded.model, spec, ranks=ranks)
-    if spec.learner.packing:
-        check_packing(loaded.model, close=1e-3 if spec.learner.precision == "float32" else 0.25)
+    check_job(loaded.model, spec.learner)
     return trainer, Evaluator(loaded.model, loaded.tokenizer, task, spec, ranks)
 
 
@@ -129,7 +132,7 @@ def put_final(objects: ObjectStore, prefix: str, parts: Parts, spec: JobSpec, fo
     With `final_merged` the model with the adapter worked into it comes under `{prefix}merged/`, too.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    loaded, weights = parts.loaded, parts.trainer.state().weights
+    loaded, weights = parts.loaded, parts.trainer.weights()
     if loaded.adapter is None:
         loaded.model.save_pretrained(folder, state_dict=dict(weights))
     else:

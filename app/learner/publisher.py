@@ -4,9 +4,9 @@ Invariant: a version is on disk as a checkpoint before anybody can pull it (unle
 checkpoints), and it is announced only when the relay can serve it. The training step pays for one copy of the tensors.
 
 Newest wins: if a publish is still running when the next is due, the new one takes the place of the one that waits.
-The learner never waits for a disk or an uplink, no more than two copies are held, and nodes get the freshest version
-that can be had; what it costs is a version number that nobody sees. The alternative, holding the step back, would
-turn a slow disk into idle time of the learner.
+The learner never waits for a disk or an uplink, no more than two copies are held (none of what is only uploaded), and
+nodes get the freshest version that can be had; what it costs is a version number that nobody sees. The alternative,
+holding the step back, would turn a slow disk into idle time of the learner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -22,6 +22,7 @@ import torch
 
 from app.learner.checkpoints import Checkpoint, save
 from app.learner.outbox import Directives, Outbox
+from app.learner.threads import watched
 from app.protocol.errors import EchoError, LearnerError, Unavailable
 from app.protocol.learner import Published, PublishedDelta
 
@@ -87,11 +88,12 @@ class Publisher:
         self._save = save_checkpoint
         self._saved = saved
         self._waiting: Save | None = None
+        self._running: Save | None = None
         self._best: Checkpoint | None = None
         self._busy = False
         self._stopped = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread = watched("publisher", self._run, directives.fail)
         self.skipped = 0
         """Versions that a newer one replaced before they were published."""
         self.upload_failures = 0
@@ -153,20 +155,20 @@ class Publisher:
                 self._changed.wait_for(lambda: self._waiting or self._best or self._stopped, 60)
                 if self._stopped:
                     return
-                job, self._waiting = self._waiting, None
+                self._running, self._waiting = self._waiting, None
                 best, self._best = self._best, None
-                self._busy = job is not None or best is not None
+                self._busy = self._running is not None or best is not None
             try:
-                if job is not None:
-                    self._do(job)
+                self._do()
                 if best is not None:
                     self._write(best)
-            except EchoError as error:
-                self._directives.fail(error)
+            except (EchoError, OSError) as error:
+                refused = LearnerError(f"the learner's disk: {error}"[:500])
+                self._directives.fail(error if isinstance(error, EchoError) else refused)
                 self._stopped = True
             finally:
                 with self._changed:
-                    self._busy = False
+                    self._busy, self._running = False, None
                     self._changed.notify_all()
 
     def _settled(self) -> bool:
@@ -176,19 +178,23 @@ class Publisher:
         self._save(self._checkpoints, checkpoint)
         self._saved(checkpoint.progress.step)
 
-    def _do(self, job: Save) -> None:
-        if job.checkpoint is not None:
-            self._write(job.checkpoint)
-        if job.version is None:
+    def _do(self) -> None:
+        """What was taken up. Tensors are let go as soon as they are on disk: an upload may take long."""
+        if self._running is not None and self._running.checkpoint is not None:
+            self._write(self._running.checkpoint)
+            self._running = replace(self._running, checkpoint=None)
+        if self._running is None or self._running.version is None:
             return
-        made = self._sink.publish(job.version, job.weights)
+        version = self._running.version
+        made = self._sink.publish(version, self._running.weights)
+        self._running = None
         self._outbox.put(_published(made, None))
         try:
-            what = self._sink.upload(job.version)
+            what = self._sink.upload(version)
         except Unavailable as error:
             # Nodes still pull from the relay; the next version is tried again, and `stored` stays false for this one.
             self.upload_failures += 1
-            log.warning("v%d is not in the object store: %s", job.version, error.detail)
+            log.warning("v%d is not in the object store: %s", version, error.detail)
             return
         self._outbox.put(_published(made, what))
 

@@ -39,6 +39,7 @@ from app.learner.publisher import Publisher, Save
 from app.learner.resume import FLUSH_S, fetch_checkpoint, resume
 from app.learner.rewards import Rewarder
 from app.learner.sink import RelaySink
+from app.learner.standby import Standby
 from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer
 from app.snapshots.rates import Rate
 from app.tasks.prompts import encode_prompt
@@ -66,7 +67,11 @@ class Session:
         self._publisher: Publisher | None = None
         self._inbox: Inbox | None = None
         self._auditor: Auditor | None = None
-        self._heart = Heart(control, self._status, self._directives, self._bytes_served, uplink=self._uplink)
+        self._standby: Standby | None = None
+        self._heart = Heart(
+            control, self._status, self._directives, self._bytes_served,
+            uplink=self._uplink, model_stored=self._model_stored,
+        )  # fmt: skip
         self._checkpoints = settings.work_dir / "checkpoints"
         self._prefix = f"jobs/{answer.job_id}/checkpoints/"
         self._journal: Journal | None = None
@@ -108,6 +113,8 @@ class Session:
             )
         )
         self._directives.update(answer)
+        self._standby = Standby(self._objects, self._answer.job_id, parts.later, self._directives)
+        self._standby.start()
         self._buffer.plan({step.step: step.work_items for step in answer.replay})
         self._follow(parts, sink)
         try:
@@ -128,6 +135,8 @@ class Session:
             ends.callback(self._keeper.stop)
             if self._publisher is not None:
                 ends.callback(self._publisher.stop)
+            if self._standby is not None:
+                ends.callback(self._standby.stop)
             if self._auditor is not None:
                 ends.callback(self._auditor.stop)
             if self._inbox is not None:
@@ -136,6 +145,9 @@ class Session:
 
     def _bytes_served(self) -> int:
         return 0 if self._sink is None else self._sink.bytes_served
+
+    def _model_stored(self) -> bool:
+        return self._standby is not None and self._standby.done
 
     def _uplink(self) -> Rate | None:
         return None if self._sink is None else self._sink.uplink()
@@ -194,9 +206,8 @@ class Session:
         version = step if step >= newest else newest
         position.published = version
         if version == step or sink.newest == version:
-            state = parts.trainer.state()
-            fresh = loop.checkpoint(state) if position.evaluated < 0 and step == 0 else None
-            publisher.submit(Save(version, state.weights, fresh))
+            fresh = loop.checkpoint(parts.trainer.state()) if position.evaluated < 0 and step == 0 else None
+            publisher.submit(Save(version, parts.trainer.weights() if fresh is None else fresh.weights, fresh))
             publisher.flush(FLUSH_S)
             self._outbox.flush(FLUSH_S)
         else:
@@ -253,8 +264,10 @@ class Session:
             max_tokens=spec.sampling.max_tokens,
             vocabulary=parts.loaded.model.get_input_embeddings().num_embeddings,
             quantised=spec.snapshot.quantise,
+            proofs=spec.trust.proofs,
             prune=spec.batch.prune,
             cache=FileCache(self._settings.work_dir / "trajectories", self._settings.learner_cache_bytes),
+            heldout_ids=lambda index: encode_prompt(tokenizer, parts.task.heldout(index)),
         )
         self._auditor = self._audit(parts, sink)
         rewarder = None

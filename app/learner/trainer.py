@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from app.learner.advantages import batch_advantages
 from app.learner.alignment import removed, skipped
 from app.learner.buffer import Group
 from app.learner.copier import Copier
-from app.learner.device import host_copies, moment, stopwatch
+from app.learner.device import Lane, host_copies, lane_of, moment, stopwatch
 from app.learner.laps import Laps
-from app.learner.metrics import Seen, advantage_metrics, node_metrics, step_metrics
+from app.learner.metrics import Seen, advantage_metrics, lag_metrics, node_metrics, step_metrics
 from app.learner.microbatch import Row, row_of
 from app.learner.model import check_weights, trained_weights
+from app.learner.optimizer import adamw
 from app.learner.parallel.messages import Progress, Rehearsal, packed, unpacked
 from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.parallel.shards import local, needs_shards, number, prepare_passes, shard, spread, whole
@@ -32,7 +34,6 @@ from app.learner.reference import frozen_copy
 from app.protocol.errors import LearnerError
 from app.protocol.job import JobSpec
 
-BETAS = (0.9, 0.95)
 _REHEARSED_BATCHES = 4
 
 
@@ -60,8 +61,8 @@ class TrainerState:
 class GRPOTrainer:
     """AdamW over the chosen policy loss; weights stay in the model that was handed in.
 
-    With several ranks `step`, `rehearse`, `state` and `restore` are collective. Rank 0 announces them to the others,
-    which call them with what was announced (app/learner/parallel/follow.py).
+    With several ranks `step`, `rehearse`, `state`, `weights` and `restore` are collective. Rank 0 announces them to the
+    others, which call them with what was announced (app/learner/parallel/follow.py).
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class GRPOTrainer:
         *,
         ranks: Ranks = ALONE,
         clock: Callable[[], float] = time.perf_counter,
+        lane: Lane | None = None,
     ) -> None:
+        """`lane`: what copies to host memory go through; default: a GPU's own, if the model is on one."""
         self.model = model
         self.steps = 0
         self._spec = spec
@@ -86,10 +89,11 @@ class GRPOTrainer:
                 shard(self._reference, spec.learner, ranks)
         self._named = dict(model.named_parameters())
         self._trained = {name: p for name, p in self._named.items() if p.requires_grad}
-        self._optimizer = _adamw(self._trained, spec.learner.learning_rate)
+        self._optimizer = adamw(self._trained.values(), spec.learner.learning_rate)
         self._previous: dict[str, torch.Tensor] | None = None
         self._skipped = False
         self._copier = Copier()
+        self._lane = lane or lane_of(model.device)
         self._laps = Laps(*stopwatch(model.device, clock))
         self._runner = Passes(model, self._reference, spec, ranks, self._laps)
 
@@ -117,6 +121,7 @@ class GRPOTrainer:
         seen = self._backward(rows, denominator)
         self._laps.lap("backward")
         values = step_metrics(groups, seen, denominator) | advantage_metrics(advantages) | self._align()
+        values |= lag_metrics(groups, advantages, self.steps)
         values |= node_metrics(seen.log_ratio, [(owners[i], rows[i].own_tokens) for i in self._runner.order(rows)])
         values |= {"grad_norm": self._clip(), "learning_rate": self._rate(self.steps)}
         self._laps.lap("metrics")
@@ -148,7 +153,7 @@ class GRPOTrainer:
         ]
         batches = self._runner.plan(rows)
         rehearsed = batches[:_REHEARSED_BATCHES]
-        spare = _adamw(self._trained, 0.0)
+        spare = adamw(self._trained.values(), 0.0)
         with torch.random.fork_rng():
             self._passes(batches[:1], rollouts * size)  # pays for allocation
             self._synchronise()
@@ -168,16 +173,23 @@ class GRPOTrainer:
         self._ranks.announce("state")
         return TrainerState(self.steps, self._whole(trained_weights(self.model)), self._whole(self._moments()))
 
-    def snapshot(self) -> TrainerState:
-        """Like `state`, but the copy is made beside what comes next: `step` waits for it before it changes anything.
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights of `state` alone, a third of it."""
+        self._ranks.announce("weights")
+        return self._whole(trained_weights(self.model))
 
-        The shards of several ranks are put together by all of them at once, so then it is `state`.
+    def snapshot(self, *, optimizer: bool = True) -> TrainerState:
+        """Like `state`, but the copy is made beside what comes next: `step` waits for it before it changes anything.
+        Without `optimizer` the weights alone are copied.
+
+        The shards of several ranks are put together by all of them at once, so then it is `state` or `weights`.
         """
         if self._ranks.size > 1:
-            return self.state()
-        weights, moments, now = trained_weights(self.model), self._moments(), moment(self.model.device)
-        copies = self._copier.begin(lambda: host_copies(weights, now), lambda: host_copies(moments, now))
-        return TrainerState(self.steps, *copies)
+            return self.state() if optimizer else TrainerState(self.steps, self.weights(), {})
+        now = moment(self.model.device)
+        parts = [trained_weights(self.model), *([self._moments()] if optimizer else [])]
+        copies = self._copier.begin(*(partial(host_copies, part, now, self._lane) for part in parts))
+        return TrainerState(self.steps, copies[0], copies[1] if optimizer else {})
 
     def _moments(self) -> dict[str, torch.Tensor]:
         return {
@@ -279,8 +291,3 @@ class GRPOTrainer:
     def _synchronise(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-
-
-def _adamw(named: Mapping[str, torch.nn.Parameter], lr: float) -> torch.optim.AdamW:
-    trained = [p for p in named.values() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=lr, betas=BETAS, weight_decay=0.0)

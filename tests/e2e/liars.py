@@ -33,6 +33,8 @@ KINDS = ("rewards", "noise", "copies", "stale", "version")
 """Rewards that were not earned; log-probs with noise of 0.05 nats; answers to another prompt; the first weights of all
 under the newest name; the newest weights under an older name."""
 HONEST = "honest"
+CHEAT = "cheat"
+"""Honest where it is trained on; says that it answers every held-out prompt rightly."""
 BEHIND = 3
 """So much older is the name that `version` gives."""
 ITEMS = 2
@@ -63,14 +65,15 @@ class Lab:
 
     def group(self, item: dict[str, Any], state: dict[str, torch.Tensor], version: int) -> list[Rollout]:
         """An honest group."""
-        prompt = self.task.train(item["prompt_index"])
+        split = self.task.heldout if item.get("split") == "heldout" else self.task.train
+        prompt = split(item["prompt_index"])
         with self.lock, torch.no_grad():
             for name, tensor in trained_weights(self.loaded.model).items():
                 tensor.copy_(state[name])
             ids = encode_prompt(self.loaded.tokenizer, prompt)
             made = sample(
                 self.loaded.model, [ids] * item["group_size"],
-                max_tokens=self.max_tokens, temperature=1.0,
+                max_tokens=self.max_tokens, temperature=1.0 if item.get("temperature") is None else 0.0,
                 eos=eos_ids(self.loaded.model, self.loaded.tokenizer), generator=self.generator,
             )  # fmt: skip
             return [
@@ -131,7 +134,7 @@ class Impostor:
             wanted = {"max_items": ITEMS, "policy_version": claimed, "wait_s": 1.0}
             answer = self._http.post(f"/{self.id}/work", json=wanted)
             if answer.is_success and answer.json()["items"]:
-                items = [i for i in answer.json()["items"] if i.get("split", "train") == "train"]
+                items = [i for i in answer.json()["items"] if self.kind == CHEAT or i.get("split", "train") == "train"]
                 groups = [self._lie(i, self._lab.group(i, state, claimed), state) for i in items]
                 self._hand_in(groups, answer.json()["upload"])
 
@@ -142,6 +145,7 @@ class Impostor:
                 r, logprobs=[min(0.0, p + self._noise.gauss(0, 0.05)) for p in r.logprobs]
             ),
             "copies": lambda r: self._copy(item, r, state),
+            CHEAT: lambda r: dataclasses.replace(r, reward=1.0) if item.get("split") == "heldout" else r,
         }
         return [change.get(self.kind, lambda r: r)(r) for r in group]
 

@@ -21,10 +21,12 @@ from typing import Protocol
 
 from app.learner.audit.custody import Case, Custody
 from app.learner.audit.decide import judge, trains
+from app.learner.audit.heldout import Kind, greedy, unread
 from app.learner.audit.look import Scorer, audit_of, look
 from app.learner.buffer import Group, ReplayBuffer
 from app.learner.outbox import Directives
-from app.protocol.audits import Audit, AuditAnswer, AuditReport
+from app.learner.threads import watched
+from app.protocol.audits import Audit, AuditAnswer, AuditReport, Verdict
 from app.protocol.errors import EchoError, LearnerError
 from app.protocol.job import JobSpec
 from app.protocol.learner import TrajectoryRef
@@ -46,7 +48,7 @@ class AuditsCall(Protocol):
 class RewardCheck(Protocol):
     """Rewards computed again."""
 
-    def off(self, group: Group) -> float | None: ...
+    def off(self, group: Group, *, heldout: bool = False) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class _Task:
     case: Case
     first: bool
     """It is not in the buffer, and gets there only if nothing is found."""
+    heldout: Kind = ""
+    """It answers a held-out prompt, and has nothing to do with the buffer."""
 
 
 class Auditor:
@@ -86,10 +90,11 @@ class Auditor:
         self._clock = clock
         self._custody = Custody(spec.trust, draw or random.Random(secrets.randbits(256)).random)
         self._queue: deque[_Task] = deque()
+        self._unread: list[Audit] = []
         self._changed = threading.Condition()
         self._stopped = False
         self._busy = False
-        self._thread = threading.Thread(target=self._run, name="auditor", daemon=True)
+        self._thread = watched("auditor", self._run, directives.fail)
         self._done: dict[str, int] = {}
         self._seconds = 0.0
 
@@ -108,7 +113,7 @@ class Auditor:
     def idle(self, timeout_s: float) -> bool:
         """Wait until nothing is under way; whether that came true."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_s)
+            return self._changed.wait_for(lambda: not (self._queue or self._unread or self._busy), timeout_s)
 
     def metrics(self) -> dict[str, float]:
         """Audits by verdict and the seconds that they took, since this process began."""
@@ -136,6 +141,23 @@ class Auditor:
                 self._queue.append(_Task(Case(group, ref.interruptible, bool(others)), first=False))
                 self._changed.notify_all()
 
+    def examine(self, group: Group, ref: TrajectoryRef) -> None:
+        """An answer to a held-out prompt, of a file that has such: it is audited whatever the draw."""
+        kind: Kind = "greedy" if group.work_item in ref.greedy else "sampled"
+        with self._changed:
+            if not self._custody.banished(group.node):
+                self._queue.append(_Task(Case(group, ref.interruptible), first=False, heldout=kind))
+                self._changed.notify_all()
+
+    def unreadable(self, ref: TrajectoryRef, items: Iterable[str], verdict: Verdict, detail: str) -> None:
+        """Answers to held-out prompts that are not what was committed, or not there any more."""
+        with self._changed:
+            self._unread += [
+                unread(ref.node_id, item, "greedy" if item in ref.greedy else "sampled", verdict, detail)
+                for item in items
+            ]
+            self._changed.notify_all()
+
     def banish(self, nodes: Iterable[str]) -> None:
         """These are in quarantine: nothing of theirs that is here is trained on."""
         with self._changed:
@@ -159,12 +181,15 @@ class Auditor:
         _lower_priority()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._stopped, 60)
+                self._changed.wait_for(lambda: self._queue or self._unread or self._stopped, 60)
                 if self._stopped:
                     return
                 tasks = [self._queue.popleft() for _ in range(min(AT_ONCE, len(self._queue)))]
-                self._busy = bool(tasks)
+                unread, self._unread = self._unread[:AT_ONCE], self._unread[AT_ONCE:]
+                self._busy = bool(tasks or unread)
             try:
+                if unread:
+                    self._tell(unread)
                 if tasks:
                     self._audit(tasks)
             except EchoError as error:
@@ -183,33 +208,36 @@ class Auditor:
 
     def _audit(self, tasks: list[_Task]) -> None:
         """Compute some groups again, release those that are good, tell, and do what follows for the others."""
-        found: list[tuple[_Task, Audit]] = []
+        found: list[Audit] = []
         # One version after the other: each change copies a model.
         for task in sorted(tasks, key=lambda t: (t.case.version, not t.first)):
             if self._stopped or self._custody.banished(task.case.node):
                 continue
             began = self._clock()
-            audit = self._look(task.case)
+            audit = self._look(task)
             with self._changed:
                 self._done[audit.verdict] = self._done.get(audit.verdict, 0) + 1
                 self._seconds += self._clock() - began
                 if task.first and trains(audit.verdict, audit.fault):
                     self._buffer.add(task.case.group)
-                self._again(task, audit)
-            found.append((task, audit))
-        if not found:
-            return
-        bad = [(t, a) for t, a in found if not trains(a.verdict, a.fault)]
+                if not task.heldout:
+                    self._again(task, audit)
+            found.append(audit)
+        if found:
+            self._tell(found)
+
+    def _tell(self, found: list[Audit]) -> None:
+        bad = [audit for audit in found if not audit.clean]
         # Nothing of a node that will be in quarantine is taken for a step while that is being decided.
-        aside = self._buffer.set_aside({a.node_id for _, a in bad if a.verdict == "failed"})
-        answer = self._control.audits(AuditReport(audits=[a for _, a in found]))
+        aside = self._buffer.set_aside({a.node_id for a in bad if a.verdict == "failed"})
+        answer = self._control.audits(AuditReport(audits=found))
         self._buffer.put_back(aside)
         self.banish(answer.quarantined)
         self._buffer.withdraw(answer.withdrawn, ())
         banished = set(answer.quarantined)
-        for _, audit in bad:
+        for audit in bad:
             log.warning("group %s of node %s: %s", audit.work_item, audit.node_id, audit.detail)
-            if audit.node_id not in banished:
+            if audit.node_id not in banished and not audit.heldout:
                 self._buffer.discard(audit.work_item)
 
     def _again(self, task: _Task, audit: Audit) -> None:
@@ -218,13 +246,17 @@ class Auditor:
             for waiting in self._custody.settled(task.case, task.first, audit.verdict, audit.fault):
                 self._place(waiting)
 
-    def _look(self, case: Case) -> Audit:
+    def _look(self, task: _Task) -> Audit:
+        case, bound = task.case, self._trust.max_logprob_rms
+        off = self._rewards.off(case.group, heldout=bool(task.heldout)) if self._rewarded else None
+        if task.heldout == "greedy":
+            return greedy(case.group, self._scorer, self._never, reward_off=off, max_rms=bound)
         found = look(
             case.group, self._scorer, self._never,
-            reward_off=self._rewards.off(case.group) if self._rewarded else None,
-            foreign=case.foreign, chosen=self._chosen,
+            reward_off=off, foreign=case.foreign, chosen=self._chosen and not task.heldout,
         )  # fmt: skip
-        return audit_of(case.group, case.version, found, judge(found, self._trust.max_logprob_rms))
+        audit = audit_of(case.group, case.version, found, judge(found, bound, self._trust.max_proof_misses))
+        return audit.model_copy(update={"heldout": task.heldout})
 
 
 def _lower_priority() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from app.learner.audit.proofs import Match, together
 from app.learner.audit.statistics import Figures
 from app.protocol.audits import Fault, Verdict
 from app.protocol.trust_spec import TrustSpec
@@ -23,6 +24,9 @@ reasons."""
 FEW = 8
 """Of fewer tokens nothing is said."""
 SAME_REWARD = 1e-6
+MISSES = TrustSpec().max_proof_misses
+MOST_MISSED = 0.5
+"""Proofs that miss a larger share are of other hidden states."""
 
 
 def share(trust: TrustSpec, interruptible: bool) -> float:
@@ -59,10 +63,12 @@ class Look:
     """A version that was never published."""
     foreign: bool = False
     """Other nodes began it: its log-probs are not all the word of who handed it in."""
+    proofs: tuple[Match, ...] = ()
+    """What came of the proofs that it came with."""
 
 
-def judge(look: Look, max_rms: float) -> tuple[Verdict, Fault, str]:
-    """Verdict, what it is about, and the figures in words."""
+def judge(look: Look, max_rms: float, max_misses: float = MISSES) -> tuple[Verdict, Fault, str]:
+    """Verdict, what it is about, and the figures in words. The bounds are those of the job's `trust`."""
     if look.reward_off is not None and not look.reward_off <= SAME_REWARD:
         return "failed", "reward", f"a reward is {look.reward_off:.6g} off"
     if look.never is not None:
@@ -76,6 +82,12 @@ def judge(look: Look, max_rms: float) -> tuple[Verdict, Fault, str]:
         if look.foreign:
             return "unclear", "logprobs", off + "; other nodes began it"
         return ("failed" if far else "suspect"), "logprobs", off
+    p = together(look.proofs)
+    if p.points >= FEW and p.misses > max_misses * p.points:
+        missed = f"its proofs miss {p.misses} of {p.points} hidden states (bound {max_misses:.0%})"
+        if look.foreign:
+            return "unclear", "proof", missed + "; other nodes began it"
+        return ("failed" if p.misses > MOST_MISSED * p.points else "suspect"), "proof", missed
     if look.copies:
         return ("unclear" if look.foreign else "failed"), "copied", f"one completion comes {look.copies} times"
     return "passed", "", ""

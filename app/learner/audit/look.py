@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from app.learner.audit.decide import Look
+from app.learner.audit.proofs import Match, of_version, together
 from app.learner.audit.scoring import Scored
 from app.learner.audit.statistics import NOTHING, Figures, Tokens, figures, joined
 from app.learner.buffer import Group
@@ -51,24 +52,27 @@ def look(
     if unpublished:
         return replace(nothing, never=unpublished[0])
     parts: list[Tokens | None] = [None] * len(group.rollouts)
+    matched: list[Match] = []
     for version in versions:
         scored = scorer.score(version, group.rollouts)
         if scored is None:
             return replace(nothing, missing=version)
         for i, (rollout, one) in enumerate(zip(group.rollouts, scored, strict=True)):
             parts[i] = _put(parts[i], rollout, version, one)
+            matched += of_version(one.proofs, rollout, token_versions(rollout), version)
     tokens = [_written(part, rollout) for part, rollout in zip(parts, group.rollouts, strict=True) if part is not None]
     found = figures(joined(tokens))
     if not np.isfinite([found.rms, found.surprise, found.variance]).all():
         return replace(nothing, missing=versions[0])
     if chosen:
         return Look(
-            replace(found, surprise=0.0, variance=0.0, spread=0.0, excess=0.0), reward_off, 0, None, None, foreign
-        )
+            replace(found, surprise=0.0, variance=0.0, spread=0.0, excess=0.0), reward_off, 0, None, None, foreign,
+            tuple(matched),
+        )  # fmt: skip
     samples = [
         Sample(packed(r.completion_ids), float(t.again.sum())) for r, t in zip(group.rollouts, tokens, strict=True)
     ]
-    return Look(found, reward_off, copied(samples), None, None, foreign)
+    return Look(found, reward_off, copied(samples), None, None, foreign, tuple(matched))
 
 
 def _put(part: Tokens | None, rollout: Rollout, version: int, scored: Scored) -> Tokens:
@@ -116,5 +120,7 @@ def audit_of(group: Group, version: int, found: Look, said: tuple[Verdict, Fault
         jump=f.jump,
         excess=0.0 if found.foreign else f.excess,
         reward_ok=None if off is None else fault != "reward",
+        proof_points=together(found.proofs).points,
+        proof_misses=together(found.proofs).misses,
         detail=detail[:500],
     )

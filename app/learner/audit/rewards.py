@@ -28,12 +28,12 @@ class Rewards:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="audit-rewards")
         self._stuck: Future[float] | None = None
 
-    def off(self, group: Group) -> float | None:
+    def off(self, group: Group, *, heldout: bool = False) -> float | None:
         """The largest difference between a recorded reward and the one computed again; None if there is none to hold
-        it against."""
+        it against. `heldout`: its prompt is one of the held-out ones."""
         if not is_deterministic(self._task) or (self._stuck is not None and not self._stuck.done()):
             return None
-        future = self._pool.submit(self._off, group)
+        future = self._pool.submit(self._off, group, heldout)
         try:
             error = future.exception(self._timeout_s)
         except TimeoutError:
@@ -46,8 +46,9 @@ class Rewards:
             return None
         return future.result()
 
-    def _off(self, group: Group) -> float:
-        prompt = self._task.train(group.rollouts[0].prompt_index)
+    def _off(self, group: Group, heldout: bool) -> float:
+        index = group.rollouts[0].prompt_index
+        prompt = self._task.heldout(index) if heldout else self._task.train(index)
         return max(
             abs(r.reward - reward_of(self._task, prompt, self._tokenizer, r.completion_ids, r.generated))
             / max(1.0, abs(r.reward))

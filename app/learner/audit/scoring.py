@@ -6,11 +6,13 @@ Invariant: the distribution is the one that nodes sample from: softmax(logits / 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from app.learner.audit.proofs import Match, matches
+from app.protocol.proofs import before_head
 from app.protocol.trajectory import Rollout
 
 _POSITIONS = 512
@@ -24,6 +26,10 @@ class Scored:
     logprob: torch.Tensor
     entropy: torch.Tensor
     variance: torch.Tensor
+    top: torch.Tensor
+    """Log-prob of the likeliest token at each place."""
+    proofs: tuple[Match, ...] = ()
+    """One element a proof that the rollout came with."""
 
 
 @torch.inference_mode()
@@ -65,7 +71,8 @@ def _pass(model: Any, rollouts: Sequence[Rollout], temperature: float) -> list[S
         rows += [row] * len(rollout.completion_ids)
         places += range(start, start + len(rollout.completion_ids))
         tokens += rollout.completion_ids
-    logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=width - first).logits
+    with before_head(model, wanted=any(r.proofs for r in rollouts)) as hidden:
+        logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=width - first).logits
     parts = []
     for begin in range(0, len(tokens), _POSITIONS):
         chosen = slice(begin, begin + _POSITIONS)
@@ -73,15 +80,28 @@ def _pass(model: Any, rollouts: Sequence[Rollout], temperature: float) -> list[S
         parts.append(_distribution(part, torch.tensor(tokens[chosen], device=part.device)))
     merged = [torch.cat(column) for column in zip(*parts, strict=True)]
     sizes = [len(r.completion_ids) for r in rollouts]
-    return [Scored(*columns) for columns in zip(*(torch.split(m, sizes) for m in merged), strict=True)]
+    scored = [Scored(*columns) for columns in zip(*(torch.split(m, sizes) for m in merged), strict=True)]
+    if not hidden:
+        return scored
+    seen = zip(scored, rollouts, hidden[0], strict=True)
+    return [replace(one, proofs=_proofs(rollout, states, first)) for one, rollout, states in seen]
 
 
-def _distribution(logits: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log p of the token, entropy, and variance of −log p, of each row of logits [rows, vocabulary]."""
+def _proofs(rollout: Rollout, states: torch.Tensor, first: int) -> tuple[Match, ...]:
+    """Of a rollout's proofs; `states` [positions, width] are those from position `first` on."""
+    start = len(rollout.prompt_ids) - 1 - first
+    own = [start + i for i, written in enumerate(rollout.written) if written]
+    return matches(rollout.proofs or b"", states[own])
+
+
+def _distribution(logits: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """log p of the token, entropy, variance of −log p, and log p of the likeliest token, of each row of logits
+    [rows, vocabulary]."""
     logp = torch.log_softmax(logits, dim=-1)
     p = logp.exp()
     finite = logp.clamp(min=-1e4)  # 0 · −∞ is 0 here
     entropy = -(p * finite).sum(-1)
     second = (p * finite.square()).sum(-1)
     chosen = logp.gather(1, token[:, None])[:, 0]
-    return chosen.double().cpu(), entropy.double().cpu(), (second - entropy.square()).double().cpu()
+    found = (chosen, entropy, second - entropy.square(), logp.amax(-1))
+    return tuple(column.double().cpu() for column in found)

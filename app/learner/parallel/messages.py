@@ -21,6 +21,13 @@ class Rehearsal(Strict):
     completion_tokens: int
 
 
+class Sampling(Strict):
+    """Answers to these prompts (token ids) that all ranks sample together, of at most so many tokens."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+
+
 class Progress(Strict):
     """What comes with the tensors of a restored state: the number of steps, and which optimizer tensors there are."""
 

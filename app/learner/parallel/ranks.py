@@ -27,7 +27,7 @@ BEAT_S = 2.0
 SILENCE_S = 120.0
 """Without a sign of life of rank 0 for so long, the others end."""
 _LOOK_S = 5.0
-Op = Literal["load", "rehearse", "step", "state", "restore", "evaluate", "end"]
+Op = Literal["load", "rehearse", "step", "state", "weights", "restore", "sample", "end"]
 
 
 @dataclass(frozen=True, slots=True)

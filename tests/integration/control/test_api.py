@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,6 +208,8 @@ async def test_lists_come_in_pages(control: World) -> None:
     assert (sizes, cursor) == ([2, 2, 1], None)
     assert seen == made[::-1]
     assert (await control.http.get("/v1/jobs?cursor=zzz")).status_code == 422
+    beyond = base64.urlsafe_b64encode(b"v1:" + b"9" * 40).decode()
+    assert (await control.http.get("/v1/jobs", params={"cursor": beyond})).status_code == 422
     assert (await control.http.get("/v1/jobs?limit=0")).status_code == 422
     assert [j["id"] for j in (await control.get("/v1/jobs", status="pending"))["items"]] == made[::-1]
     assert (await control.get("/v1/jobs", status="failed"))["items"] == []
@@ -338,3 +342,20 @@ async def test_events_are_streamed_live_and_go_on_after_the_last_seen(control: W
         f"/v1/jobs/{job_id}/events", headers={"Accept": "text/event-stream", "Last-Event-ID": "x"}
     )
     assert bad.status_code == 422
+
+
+async def test_a_key_that_is_asked_for_twice_is_one_key_and_kept_by_its_hash_alone(control: World) -> None:
+    async def ask(name: str, again: str) -> Any:
+        return await control.http.post("/v1/keys", json={"name": name}, headers={"Idempotency-Key": again})
+
+    first, second, other = await ask("ci", "one"), await ask("ci", "one"), await ask("ci", "two")
+    assert first.status_code == second.status_code == 201
+    assert first.json() == second.json()
+    assert other.json()["key"] != first.json()["key"]
+    assert (await ask("somebody else's", "one")).status_code == 409
+    names = [k["name"] for k in (await control.get("/v1/keys"))["items"]]
+    assert names.count("ci") == 2
+    headers = {"Authorization": f"Bearer {first.json()['key']}"}
+    assert (await control.http.get("/v1/jobs", headers=headers)).status_code == 200
+    database = Path(control.database_url.partition(":///")[2])
+    assert first.json()["key"].encode() not in await asyncio.to_thread(database.read_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +22,7 @@ from app.api import sns
 from providers.base import Notice, Transient
 from providers.ec2.events import notice as ec2_event
 from tests.integration.control.fake_provider import FakeProvider
-from tests.integration.control.rig import World
+from tests.integration.control.rig import FakeClock, World
 
 TOPIC = "arn:aws:sns:us-east-2:123456789012:spot"
 CERTIFICATE = "https://sns.us-east-2.amazonaws.com/SimpleNotificationService-0f.pem"
@@ -322,3 +323,20 @@ async def test_a_provider_s_own_stream_ends_in_the_same_place(control: World, pr
     assert provider.live_machines() == ["m1", "m2"]
     assert await control.svc.notices.listen_once(stream) == 0
     assert "interruption_notice" in await control.kinds(job_id)
+
+
+async def test_a_stream_that_breaks_off_by_a_defect_is_opened_again(
+    open_world: Open, clock: FakeClock, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.notices.FIRST_WAIT_S", 0.01)
+    stream = Streaming(clock, [], name="cloud")
+    async with open_world(others=[stream]) as control:
+        job_id = await control.create()
+        await control.running(job_id)
+        warning = Notice("marketplace", provider.live()[0].instance_id, "interruption", None)
+        stream.told = [ZeroDivisionError("a defect"), Transient("broke"), warning]
+        news = control.svc.core.signals.subscribe(f"job:{job_id}")
+        control.svc.notices.start()
+        async with asyncio.timeout(10):
+            await news.wait()
+        assert "interruption_notice" in await control.kinds(job_id)

@@ -6,6 +6,8 @@ import csv
 import io
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from app.storage.models import LedgerEntry
 from providers.base import Transient
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.fake_provider import FakeProvider, machines_of
-from tests.integration.control.rig import Learner, Node_, World
+from tests.integration.control.rig import FakeClock, Learner, Node_, World, world
 
 Opener = Callable[..., AbstractAsyncContextManager[World]]
 
@@ -216,3 +218,44 @@ async def test_forecast_of_a_job_with_hours_and_of_one_that_is_over(control: Wor
     got = await control.get(f"/v1/jobs/{job_id}/cost")
     assert got["forecast"]["ends_at"] == job["finished_at"]
     assert got["forecast"]["cost_usd"] == got["forecast"]["high_usd"] == got["spent_usd"]
+
+
+@dataclass
+class Mute(FakeProvider):
+    """Destroys, and says that it could not."""
+
+    mute: bool = False
+
+    async def release(self, instance_id: str) -> None:
+        """Processed, then dropped."""
+        await super().release(instance_id)
+        if self.mute:
+            raise Transient("the connection broke")
+
+
+async def test_a_destroy_call_whose_answer_was_lost_is_not_charged_for_in_the_end(
+    tmp_path: Path, database_url: str, clock: FakeClock
+) -> None:
+    mute = Mute(clock, machines_of(m1=0.2), bill_factor=1.0)
+    async with world(tmp_path / "state", database_url, mute) as control:
+        job_id = await control.create()
+        learner, nodes = await control.running(job_id)
+        await control.rounds(5, 100, learner, *nodes)
+        mute.mute = True
+        mute.list_error = Transient("503")
+        await control.http.post(f"/v1/jobs/{job_id}/cancel")
+        await learner.done("finished")
+        await nodes[0].leave()
+        await control.rounds(6, 20)
+        mute.list_error = None
+        await control.round(20)
+        (lease,) = await control.leases()
+        gone_at = mute.rented["1"].gone_at
+        assert (lease.state, gone_at) != ("releasing", None)
+        assert (lease.ended_at or 0) > (gone_at or 0) + 60, "we could not know better"
+        true = sum(mute.cost().values())
+        assert sum(e.micros for e in await control.ledger()) > true * 1.05
+        await control.rounds(9, 3600)
+        assert sum(e.micros for e in await control.ledger()) == pytest.approx(true, abs=10)
+        (row,) = (await control.get(f"/v1/jobs/{job_id}/cost"))["leases"]
+        assert row["provider_bill_final"] is True

@@ -14,6 +14,7 @@ from app.protocol.pruning import informative
 from app.protocol.trajectory import Rollout, encode
 from app.protocol.work import UploadSlot, WorkItem
 from app.storage.models import Job, PromptStats
+from app.storage.models import WorkItem as Row
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.rig import GROUP, MU, Node_, World
 
@@ -244,3 +245,101 @@ async def test_a_fast_node_that_is_behind_with_its_version_is_not_waited_for(con
     await _know(control, job_id, {}, mean=100.0)
     await slow.beat(MU, tokens_per_s=1e-3)
     assert [i.group_size for i in (await slow.work(1))[0]] == [GROUP]
+
+
+async def test_a_node_that_nobody_has_measured_leaves_most_of_the_work_to_others(control: World) -> None:
+    job_id = await control.create(batch={"prompts": 16}, stop={"steps": 50})
+    _, (dark, other, *_) = await control.running(job_id, nodes=2)
+    await dark.beat(MU, probed=True)
+    got: list[WorkItem] = []
+    for _ in range(6):
+        got += (await dark.work())[0]
+    assert len(got) == 4, "a quarter of a batch"
+    answer = await dark.ask()
+    assert answer["items"] == []
+    assert answer["reason"].startswith("dispatch: the speed of this node is not known")
+    while items := (await other.work())[0]:
+        got += items
+    assert len(got) == 16 * 4, "the other may have all the rest"
+    # What it hands in makes room for as much.
+    mine = got[:1]
+    assert (await _answer(dark, mine, dark.rollouts(mine))).json()["accepted"] == [mine[0].id]
+    assert len([i for i in await control.items(job_id) if i.node_id == dark.id and i.status == "leased"]) == 3
+
+
+async def test_a_node_that_nobody_has_measured_gets_few_held_out_prompts_too(control: World) -> None:
+    job_id = await control.create(
+        batch={"prompts": 8}, stop={"steps": 50}, learner={"eval_every": 1, "eval_samples": 2, "eval_greedy": False}
+    )
+    learner = await control.ready_learner(job_id, eval_prompts=40)
+    await control.round()
+    await control.round(10)
+    node = await control.join(control.provider.live()[0])
+    await learner.train([])
+    await learner.publish(1)
+    node.version = 1
+    await node.beat(MU, probed=True)
+    control.clock.advance(60)
+    got = [i for _ in range(6) for i in (await node.work())[0]]
+    assert {i.split for i in got} == {"heldout"}
+    assert sum(i.group_size for i in got) == 2 * GROUP, "as many answers as two groups have"
+    await node.beat()
+    assert (await node.work())[0] != []
+
+
+@pytest.mark.parametrize("policy", ["uniform", "cures"])
+async def test_what_is_let_out_follows_the_groups_that_steps_consumed_and_not_their_rollouts(
+    control: World, policy: str
+) -> None:
+    """Steps of few large groups have as many rollouts as steps of many: more than the batch was let out for those."""
+    batch = {"prompts": 4, "group_size": 4, "group_policy": policy}
+    if policy != "uniform":
+        batch["max_group"] = 8
+    job_id = await control.create(batch=batch, staleness_budget=1, stop={"steps": 50})
+    learner, (node, *_) = await control.running(job_id)
+    await node.beat(1e4)
+    for step in (1, 2, 3):
+        got = [i for _ in range(8) for i in (await node.work(1))[0]][:4]
+        if policy != "uniform":
+            # As if a window's large groups had all come first.
+            async with control.svc.core.db.write() as session:
+                await session.execute(update(Row).where(Row.id.in_([i.id for i in got])).values(group_size=8))
+            got = [i.model_copy(update={"group_size": 8}) for i in got]
+        assert len((await _answer(node, got, node.rollouts(got))).json()["accepted"]) == 4
+        await learner.train([i.id for i in got])
+        await learner.publish(step)
+        node.version = step
+        await node.beat(1e4)
+        async with control.svc.core.db.write() as session:
+            await session.execute(update(Row).where(Row.status == "leased").values(status="pending", node_id=None))
+    rollouts = {s["rollouts"] for s in (await control.get(f"/v1/jobs/{job_id}/steps"))["items"]}
+    assert rollouts == {16 if policy == "uniform" else 32}
+    count = 0
+    while items := (await node.work(1))[0]:
+        count += len(items)
+    assert count == 2 * 4, "two batches of 4 groups, as S is 1: of more the last would be stale"
+
+
+async def test_what_was_consumed_to_make_up_for_groups_without_a_signal_is_let_out_again(control: World) -> None:
+    job_id = await control.create(
+        batch={"prompts": 4, "group_size": 4, "group_policy": "cures", "max_group": 8}, staleness_budget=1,
+        stop={"steps": 50}, safety_factor=3,
+    )  # fmt: skip
+    learner, (node, *_) = await control.running(job_id)
+    await node.beat(1e4)
+    for step in (1, 2, 3):
+        got = [i for _ in range(8) for i in (await node.work(1))[0]][:6]
+        async with control.svc.core.db.write() as session:
+            await session.execute(update(Row).where(Row.id.in_([i.id for i in got])).values(group_size=2))
+        got = [i.model_copy(update={"group_size": 2}) for i in got]
+        assert len((await _answer(node, got, node.rollouts(got))).json()["accepted"]) == 6
+        await learner.train([i.id for i in got])
+        await learner.publish(step)
+        node.version = step
+        await node.beat(1e4)
+        async with control.svc.core.db.write() as session:
+            await session.execute(update(Row).where(Row.status == "leased").values(status="pending", node_id=None))
+    count = 0
+    while items := (await node.work(1))[0]:
+        count += len(items)
+    assert count == 2 * 6, "every one of the last steps consumed six groups, though small ones"

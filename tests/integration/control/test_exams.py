@@ -11,11 +11,13 @@ from app.protocol.trajectory import Rollout, encode
 from app.protocol.work import WorkItem
 from tests.integration.control.rig import Learner, Node_, World
 
+UNAUDITED = {"audit_share": 0, "probation": 0, "each_version": False}
+
 
 async def started(control: World, **learner: Any) -> tuple[str, Learner, Node_]:
     """A job at step 2 with v2 published, whose node has it: an exam of 3 prompts is due."""
     spec = {"eval_every": 2, "eval_samples": 2, **learner}
-    job_id = await control.create(stop={"steps": 50}, learner=spec)
+    job_id = await control.create(stop={"steps": 50}, learner=spec, trust=UNAUDITED)
     trainer = await control.ready_learner(job_id, eval_prompts=3)
     await control.round()
     await control.round(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from datetime import UTC, datetime
 from typing import Any
@@ -10,6 +11,8 @@ import httpx
 from sqlalchemy import func, select
 from standardwebhooks import Webhook
 
+from app.fleet.bids import MARGIN
+from app.protocol.base import usd
 from app.storage.models import SpotPrice
 from tests.integration.control.fake_provider import FakeProvider
 from tests.integration.control.rig import WEBHOOK_SECRET, World
@@ -133,3 +136,25 @@ async def test_message_without_signature_or_for_a_stranger_is_refused(control: W
     assert answer.status_code == 422
     assert answer.json()["errors"][0]["pointer"] == "/provider"
     assert await prices(control) == 0
+
+
+async def test_a_burst_of_prices_is_answered_by_few_decisions_and_none_is_lost(
+    control: World, provider: FakeProvider
+) -> None:
+    provider.spot = True
+    job_id = await control.create(fleet={"interruptible": True})
+    await control.running(job_id)
+    control.clock.advance(0.5)
+    prices_told = [f"0.{60 + n}" for n in range(30)]
+    answers = await asyncio.gather(
+        *(tell(control, price, message_id=f"msg_{price}", machine_id="m2") for price in prices_told)
+    )
+    assert all(a.json() == {"accepted": True, "replay": False} for a in answers)
+    await control.svc.controller.leases.drain_tasks()
+    assert 1 <= (await control.kinds(job_id)).count("reranked") < 20
+    offers = (await control.get("/v1/offers", job_id=job_id))["items"]
+    async with control.svc.core.db.read() as session:
+        newest = await session.scalar(select(SpotPrice.micros_h).order_by(SpotPrice.id.desc()).limit(1))
+    shown = next(o for o in offers if o["machine_id"] == "m2")["price_per_hour"]
+    assert shown == usd(round((newest or 0) * MARGIN))
+    assert (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]["price_events"] == 30

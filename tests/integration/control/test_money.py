@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from app.fleet import money
 from app.protocol.base import micros
 from app.storage.models import Lease, LedgerEntry
-from providers.base import Transient
+from providers.base import Caps, Transient
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.fake_provider import FakeProvider, Outcome, machines_of
-from tests.integration.control.rig import Learner, Node_, World
+from tests.integration.control.rig import FakeClock, Learner, Node_, World, machines, world
 
 DISK_MICROS_H = 10 * 10_000
 """10 GB at 10000 micro-dollars per GB and hour."""
@@ -218,3 +220,28 @@ async def test_closing_twice_writes_nothing_twice(control: World, provider: Fake
         money.close(session, lease, control.clock(), control.svc.core.metrics)
     after = [(e.kind, e.micros) for e in await control.ledger()]
     assert before == after
+
+
+@dataclass
+class OneByOne(FakeProvider):
+    """Takes a destroy call every minute."""
+
+    @property
+    def caps(self) -> Caps:
+        """As vast.ai, only slower."""
+        return replace(super().caps, release_each_s=60.0)
+
+
+async def test_what_machines_cost_while_they_wait_to_be_destroyed_is_kept_back(
+    tmp_path: Path, database_url: str, clock: FakeClock
+) -> None:
+    slow = OneByOne(clock, machines(0.2, 0.2, 0.2))
+    async with world(tmp_path / "state", database_url, slow) as control:
+        job_id = await control.create(fleet={"max_nodes": 3})
+        await control.running(job_id, 3.0)
+        rows = await control.leases()
+        assert len(rows) == 3
+        view = await control.get(f"/v1/jobs/{job_id}/cost")
+        kept = float(view["committed_usd"]) - float(view["spent_usd"])
+        hourly = sum(x.effective_micros_h for x in rows) / 1e6
+        assert kept == pytest.approx(hourly * (120 + 60) / 3600, rel=0.01), "they wait 0, 60 and 120 s"

@@ -238,3 +238,29 @@ def test_waits_grow_to_an_hour_and_differ() -> None:
     assert [wait_s(n, 0.5) for n in (1, 2, 3, 4)] == [5, 10, 20, 40]
     assert wait_s(1, 0.0) == 2.5
     assert wait_s(60, 1.0) == LONGEST_WAIT_S * 1.5
+
+
+async def test_events_that_are_not_told_are_passed_over_and_the_next_that_is_is_not(control: World) -> None:
+    inbox = Inbox()
+    notifier = inbox.attach(control)
+    job_id = await control.create(notify_url=URL)
+    await notifier.sweep()
+    assert inbox.kinds() == ["job_created"]
+
+    async def happen(kind: str, times: int) -> None:
+        async with control.svc.core.db.write() as session:
+            for _ in range(times):
+                control.svc.core.emit(session, job_id, kind, "")
+
+    await happen("lease_intent", 150)
+    before = (await row(control, job_id)).event_id
+    await notifier.pass_over()
+    assert (await row(control, job_id)).event_id == before, "few are no burden"
+    await happen("lease_intent", 150)
+    await notifier.pass_over()
+    assert (await row(control, job_id)).event_id >= before + 300
+    await happen("preempted", 1)
+    await happen("lease_intent", 300)
+    await notifier.pass_over()
+    await notifier.sweep()
+    assert inbox.kinds() == ["job_created", "preempted"]

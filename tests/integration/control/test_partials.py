@@ -358,3 +358,22 @@ async def test_what_a_job_that_is_over_leaves_behind_is_removed(control: World) 
     await control.svc.loop._collect_garbage()
     assert await _prints(control) == []
     assert not _there(control, body["key"])
+
+
+async def test_a_node_that_drains_may_sample_on_before_it_hands_over(control: World) -> None:
+    """Its agent goes on for 30 s: cut off before that, all that it has begun would be lost."""
+    job_id = await control.create()
+    learner, (node, *_) = await control.running(job_id)
+    # A lease of work then lasts for 60 s.
+    await learner.train([], t_train=15.0)
+    items = await _two(node)
+    ends = {"kind": "interruption", "source": "ec2", "detail": "spot/instance-action: terminate"}
+    node.state = "draining"
+    await node.beat(interruption=ends)
+    await control.svc.controller.leases.drain_tasks()
+    assert node.directives["drain"]
+    await control.rounds(4, 8, node, learner)
+    assert not node.directives["shutdown"]
+    assert (await _hand_back(node, _begun(node, items))).json() == {"taken": [i.id for i in items]}
+    await control.rounds(2, 8, node, learner)
+    assert (await control.node_row(node.id)).state == "gone"

@@ -68,7 +68,7 @@ async def test_a_machine_dearer_than_on_demand_is_let_go_and_left_alone(control:
     assert "on-demand price" in (await told(control, job_id, "lease_leaving"))[0].message
     await control.join(provider.rented["2"])
     await control.round(1)
-    await control.round(25)
+    await control.round(46)
     await control.round(1)
     assert provider.live_machines() == ["m2"]
     provider.machines[0].price_micros_h = 100_000
@@ -236,3 +236,17 @@ async def test_a_machine_that_was_taken_early_is_expected_to_be_again(control: W
     assert before["m1"]["life_hours"] == 2.0
     assert after["m1"]["life_hours"] < after["m3"]["life_hours"] < 2.0
     assert after["m1"]["availability"] < after["m3"]["availability"] < before["m3"]["availability"]
+
+
+async def test_a_bid_is_not_raised_beyond_what_the_budget_can_still_pay(control: World, provider: FakeProvider) -> None:
+    provider.machines = machines_of(m1=0.2, m2=9.0)
+    provider.spot = provider.tells_floors = True
+    provider.on_demand_factor = 100
+    job_id = await control.create(budget_usd="0.06", fleet={"interruptible": True})
+    learner, (node,) = await control.running(job_id)
+    provider.machines[0].price_micros_h = 4_000_000
+    for _ in range(4):
+        await control.rounds(1, 10, node, learner)
+    assert provider.bids == [], "at $4.60/h winding down alone costs $0.15"
+    view = await control.get(f"/v1/jobs/{job_id}/cost")
+    assert float(view["committed_usd"]) <= 0.06

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import httpx
 from blake3 import blake3
 
+from app.protocol.task_spec import TaskSpec
 from app.tasks.registry import load_task
 from tests.integration.control.rig import World, job_body
 
@@ -73,3 +76,28 @@ async def test_what_is_wrong_with_it_is_said_when_it_is_posted(tmp_path: Path, o
             assert error["pointer"] == pointer
             assert says in error["detail"]
         assert (await control.get("/v1/jobs"))["items"] == []
+
+
+async def test_tasks_that_take_long_to_load_keep_nothing_else_waiting(control: World) -> None:
+    """Whatever runs in threads (objects, files of nodes, the calls of cloud providers) goes on."""
+    gate = threading.Event()
+    take = control.svc.jobs.take_task
+
+    def slowly(task: TaskSpec, job_id: str) -> TaskSpec:
+        assert gate.wait(20)
+        return take(task, job_id)
+
+    control.svc.jobs.take_task = slowly
+    posts = [asyncio.create_task(control.http.post("/v1/jobs", json=job_body())) for _ in range(40)]
+    try:
+        async with asyncio.timeout(10):
+            refused = [p for p in posts if p.done()]
+            while len(refused) < 24:
+                await asyncio.sleep(0.01)
+                refused = [p for p in posts if p.done()]
+            assert {p.result().status_code for p in refused} == {503}
+            assert await asyncio.to_thread(lambda: 1) == 1
+    finally:
+        gate.set()
+        answers = await asyncio.gather(*posts)
+    assert sorted({a.status_code for a in answers}) == [201, 503]

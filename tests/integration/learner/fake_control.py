@@ -38,7 +38,7 @@ JOB, TOKEN = "job-1", "learner-token"
 class FakeService:
     """State survives learner processes, as the real one's does."""
 
-    def __init__(self, spec: JobSpec, store: FolderStore, model_folder: Path) -> None:
+    def __init__(self, spec: JobSpec, store: FolderStore, model_folder: Path, task_folder: Path | None = None) -> None:
         # What stands for the fleet here reads whole versions out of the store.
         self.spec = spec.model_copy(update={"snapshot": SnapshotSpec(keyframe_every=1)})
         self.store = store
@@ -62,7 +62,7 @@ class FakeService:
         self.index: list[dict] = []
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self._task = load_task(spec.task, spec.seed)
+        self._task = load_task(spec.task, spec.seed, task_folder)
         self._loaded = load(model_folder)
         self._generator = torch.Generator().manual_seed(11)
         self._next_prompt = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ class Case:
 def batches() -> list[list[Group]]:
     """The last one has a signal in a single row more than nothing: fewer rows than ranks is a case of its own."""
     silent = [group(f"s{i}", rewards=(1.0,) * 4) for i in range(3)]
-    return [near_policy(1), near_policy(2), [group("one", rewards=(0.0, 1.0)), *silent], batch(4), silent, dialogues(5)]
+    one = [group("one", rewards=(0.0, 1.0)), *silent]
+    made = [near_policy(1), near_policy(2), one, batch(4), silent, dialogues(5)]
+    return [[replace(g, node=f"n{i % 3}") for i, g in enumerate(groups)] for groups in made]
 
 
 def trainer_for(case: Case, ranks: Ranks) -> GRPOTrainer:
@@ -78,7 +80,11 @@ def play(case: Case, ranks: Ranks, out: Path) -> None:
     except LearnerError as error:
         failure = error.detail
     state = trainer.state()
+    # A version that comes without a checkpoint.
+    published = trainer.snapshot(optimizer=False).weights
     ranks.announce("end")
+    assert published.keys() == state.weights.keys()
+    assert all(torch.equal(t, state.weights[n]) for n, t in published.items())
     out.mkdir()
     save_file(dict(state.weights), out / "weights.safetensors")
     save_file(dict(state.optimizer), out / "optimizer.safetensors")
@@ -92,7 +98,7 @@ def main(out: Path, cases: dict[str, Case]) -> None:
     ranks = launch(60.0)
     for name, case in cases.items():
         if isinstance(ranks, RankGroup) and ranks.rank != 0:
-            serve(ranks, trainer_for(case, ranks), lambda: 0.0)
+            serve(ranks, trainer_for(case, ranks), lambda prompts, most: None)
         else:
             play(case, ranks, out / name)
     leave(ranks)

@@ -181,7 +181,7 @@ def test_a_killed_learner_goes_on_where_its_checkpoint_was(tmp_path: Path):
     with Server(service) as url:
         first = spawn(tmp_path, url, "first.log")
         try:
-            service.wait(lambda: max(service.steps, default=0) >= 3 and max(v for v, _ in service.published) >= 2)
+            service.wait(lambda: max(service.steps, default=0) >= 3 and max(v for v, _ in service.published) >= 2, 150)
         finally:
             first.send_signal(signal.SIGKILL)
             first.wait(20)

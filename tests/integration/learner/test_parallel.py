@@ -73,6 +73,7 @@ def test_two_ranks_do_what_one_does(both: tuple[Path, Path], name: str):
     one, two = (folder / name for folder in both)
     assert len(load_file(two / "weights.safetensors")) > 0
     for alone, shared in zip(told(one)["values"], told(two)["values"], strict=True):
+        assert alone.keys() >= {"mismatch_kl", "ess"} | ({"mismatch_kl_node_n0"} if alone["active_tokens"] else set())
         assert alone == pytest.approx(shared, abs=1e-5, rel=1e-4)
     assert told(one)["steps"] == told(two)["steps"]
     assert told(two)["prior"] > 0

@@ -21,8 +21,10 @@ from starlette.routing import Route
 
 from app.protocol import partial, trajectory
 from app.protocol.errors import EchoError, Gone, Refused, Unauthorized
+from app.protocol.hub import HubRef
 from app.protocol.job import SamplingSpec
 from app.protocol.node import AssetRef, Directives, Heartbeat, JoinAnswer, JoinRequest, Leave, NodeState, Report
+from app.protocol.proofs import Proofs
 from app.protocol.startup import StartProgress
 from app.protocol.task_spec import TaskSpec
 from app.protocol.work import (
@@ -99,6 +101,9 @@ class Control:
     task: TaskSpec = SPELL
     """Its files are in `files`, by `task/` and their names."""
     rewards: Literal["node", "learner", "both"] = "node"
+    proofs: Proofs = "none"
+    hub: HubRef | None = None
+    """Where the model's files of any size are."""
     handed_over: dict[str, PartialRef] = field(default_factory=dict)
     """Work item → its beginning; leased again before anything else."""
     begun: dict[str, list[trajectory.Rollout]] = field(default_factory=dict)
@@ -190,6 +195,7 @@ class Control:
                 size=file.stat().st_size,
                 blake3=blake3(file.read_bytes()).hexdigest(),
                 url=f"{self.base_url}/objects/model/{file.name}",
+                hub=self.hub if file.suffix == ".jsonl" else None,
             )
             for file in sorted(self.model.iterdir())
         ]
@@ -204,6 +210,7 @@ class Control:
                     for f in self.task.files
                 ],
                 rewards=self.rewards,
+                proofs=self.proofs,
                 sampling=SamplingSpec(max_tokens=self.max_tokens),
                 group_size=GROUP_SIZE,
                 seed=0,
@@ -253,7 +260,9 @@ class Control:
         asked = CommitRequest.model_validate_json(await request.body())
         table = trajectory.read_table(self._stored(asked))
         expected = {item: trajectory.Expected(self.leased[item].prompt_index, GROUP_SIZE) for item in asked.work_items}
-        partial.validate(table, expected, newest_version=self.target or 0, max_tokens=self.max_tokens)
+        partial.validate(
+            table, expected, newest_version=self.target or 0, max_tokens=self.max_tokens, proofs=self.proofs
+        )
         url = f"{self.base_url}/objects/{asked.key}"
         ref = PartialRef(key=asked.key, url=url, size=asked.size, blake3=asked.blake3)
         self.handed_over.update(dict.fromkeys(asked.work_items, ref))
@@ -276,7 +285,9 @@ class Control:
             raise Refused("reward", "the test refuses everything")
         table = trajectory.read_table(data)
         expected = {item: trajectory.Expected(self.leased[item].prompt_index, GROUP_SIZE) for item in asked.work_items}
-        trajectory.validate(table, expected, newest_version=self.target or 0, max_tokens=self.max_tokens)
+        trajectory.validate(
+            table, expected, newest_version=self.target or 0, max_tokens=self.max_tokens, proofs=self.proofs
+        )
         self.rows += trajectory.rollouts(table)
         self.committed.update(trajectory.oldest_versions(table))
         return _json(CommitAnswer(accepted=asked.work_items))

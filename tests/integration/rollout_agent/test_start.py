@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from app.protocol.hub import HubRef
 from app.protocol.node import NodeState
 from app.protocol.startup import MachineFacts, StartPhase
 from app.rollout_agent.agent import Agent
@@ -48,11 +49,11 @@ class Broken(TransformersEngine):
 
 @asynccontextmanager
 async def living(
-    control: Control, folder: Path, engine: Any = None, facts: MachineFacts = FACTS
+    control: Control, folder: Path, engine: Any = None, facts: MachineFacts = FACTS, **more: str
 ) -> AsyncIterator[asyncio.Task[Ending]]:
     """A running agent; ended at the end."""
     settings = AgentSettings.model_validate(
-        {"control_url": control.base_url, "join_token": JOIN_TOKEN, "agent_dir": folder, "device": "cpu"}
+        {"control_url": control.base_url, "join_token": JOIN_TOKEN, "agent_dir": folder, "device": "cpu", **more}
     )
     async with httpx.AsyncClient() as http:
         engine = engine or TransformersEngine(threads=1)
@@ -137,3 +138,29 @@ async def test_a_node_that_is_drained_in_its_start_is_not_unfit(tmp_path: Path) 
         engine.may_load.set()
         await asyncio.wait_for(life, 20)
         assert not control.leaves[0].unfit
+
+
+async def test_a_file_that_the_hub_does_not_give_is_told_and_comes_from_the_store(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    async with running(tmp_path) as (control, _):
+        (control.model / "large.jsonl").write_bytes(b"as large as it likes")
+        control.hub = HubRef(repo="org/m", revision="0" * 40)
+        endpoint = {"hf_endpoint": f"http://127.0.0.1:{unused_tcp_port}"}
+        async with living(control, tmp_path / "node", **endpoint):
+            await eventually(lambda: NodeState.ACTIVE in control.states, "it is active")
+        [report] = [r for r in control.reports if r.kind == "hub_failed"]
+        assert report.subject == "large.jsonl"
+        assert "can't be reached" in report.detail
+        assert control.beats[-1].errors == {"hub_failed": 1}
+    assert (tmp_path / "node" / "model" / "large.jsonl").read_bytes() == b"as large as it likes"
+
+
+async def test_a_public_file_comes_from_the_hub_that_the_settings_name(tmp_path: Path) -> None:
+    async with running(tmp_path) as (control, _):
+        (control.model / "large.jsonl").write_bytes(b"as large as it likes")
+        control.hub = HubRef(repo="org/m", revision="0" * 40)
+        control.files[f"hub/org/m/resolve/{control.hub.revision}/large.jsonl"] = b"as large as it likes"
+        async with living(control, tmp_path / "node", hf_endpoint=f"{control.base_url}/objects/hub"):
+            await eventually(lambda: NodeState.ACTIVE in control.states, "it is active")
+        assert control.reports == []

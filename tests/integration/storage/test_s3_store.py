@@ -92,6 +92,16 @@ def test_a_large_file_goes_up_in_parts(
         store.put_file("none", tmp_path / "absent")
 
 
+def test_an_object_goes_into_a_file_in_parts(store: S3Store, tmp_path: Path) -> None:
+    (tmp_path / "big").write_bytes(os.urandom(20 << 20))
+    store.put_file("big", tmp_path / "big")
+    store.get_file("big", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "big").read_bytes()
+    with pytest.raises(NotFound, match="none"):
+        store.get_file("none", tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()
+
+
 def test_presigned_urls_work_without_credentials(store: S3Store) -> None:
     put = store.presign_put("up/a b+é", 60, 1000)
     assert httpx.put(put.url, content=b"hello", headers=put.headers, timeout=10).status_code == 200

@@ -156,6 +156,7 @@ BAD = [
     ("ECHO2_AGENT_IMAGE", "image; rm -rf /", "image"),
     ("ECHO2_AGENT_PACKAGE", " ", "pip"),
     ("ECHO2_AGENT_ENGINE", "a-b", "engine"),
+    ("ECHO2_AGENT_HF_ENDPOINT", "https://user:hunter2@mirror.example.org", "https://"),
     ("ECHO2_LEARNER_RELAY_HOST", "a/b", "address"),
     ("ECHO2_LEARNER_UPLINK_MBPS", "0", "Mbit/s"),
     ("ECHO2_MAX_UPLOAD_BYTES", "64MB", "bytes"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.admission import consumed, grantable, item_seed, lease_deadline, prompt_at, share
+from app.fleet.admission import consumed, grantable, item_seed, lease_deadline, prompt_at, share, unmeasured
 
 
 @pytest.mark.parametrize(
@@ -188,3 +188,48 @@ def test_a_nodes_share_is_at_least_one_group_and_at_most_a_batch(
 )
 def test_a_step_is_expected_to_consume_what_all_of_the_newest_did(recent: list[int], most: int, want: int) -> None:
     assert consumed(recent, prompts=4, most=most) == want
+
+
+@pytest.mark.parametrize(
+    ("prior", "prompts", "t_train", "staleness", "held", "more"),
+    [
+        (1000.0, 32, 1.0, 3, 0, 8),  # a quarter of a batch, however fast it should be
+        (1000.0, 32, 1.0, 3, 5, 3),
+        (1000.0, 32, 1.0, 3, 8, 0),
+        (1000.0, 32, 1.0, 3, 99, 0),
+        (1000.0, 32, 1.0, 3, 7.5, 0),  # a part of a group has no room
+        (1.0, 64, 1.0, 3, 0, 2),  # its prior makes 20 rollouts in the 20 s of a lease: two groups of 8
+        (1.0, 64, 20.0, 3, 0, 10),  # of a long step a lease has 80 s
+        (1e-6, 64, 1.0, 3, 0, 1),  # one, or it would never be measured
+        (0.0, 64, 1.0, 3, 0, 1),
+        (1000.0, 2, None, 3, 0, 2),  # two groups even of small batches
+        (1000.0, 1, None, 1, 0, 1),  # half of what admission lets be ahead
+    ],
+)
+def test_what_a_node_may_hold_whose_speed_nobody_knows(
+    prior: float, prompts: int, t_train: float | None, staleness: int, held: float, more: int
+) -> None:
+    assert more == unmeasured(
+        prior=prior, group_size=8, prompts=prompts, t_train=t_train, staleness=staleness, held=held
+    )
+
+
+@given(
+    prior=st.floats(0, 1e6),
+    group_size=st.integers(1, 64),
+    prompts=st.integers(1, 256),
+    t_train=st.none() | st.floats(0.01, 1000),
+    staleness=st.integers(1, 8),
+)
+def test_a_node_of_unknown_speed_gets_something_and_leaves_others_most(
+    prior: float, group_size: int, prompts: int, t_train: float | None, staleness: int
+) -> None:
+    first = unmeasured(
+        prior=prior, group_size=group_size, prompts=prompts, t_train=t_train, staleness=staleness, held=0
+    )
+    assert 1 <= first <= max(2, -(-prompts // 4))
+    assert first <= max(1, grantable(step=0, version=0, staleness=staleness, prompts=prompts, ahead=0) // 2)
+    after = unmeasured(
+        prior=prior, group_size=group_size, prompts=prompts, t_train=t_train, staleness=staleness, held=first
+    )
+    assert after == 0

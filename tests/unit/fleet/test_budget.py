@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.fleet.budget import Exposure, can_rent, must_wind_down
+from app.fleet.budget import Exposure, can_rent, must_wind_down, spare_rate
+from app.fleet.money import queue_s
 
 HOUR = 3600
 
@@ -100,3 +102,30 @@ def test_a_price_that_rises_within_the_margin_breaks_nothing(burn: int, jump: fl
     now = Exposure(budget, spent, burn)
     if not must_wind_down(now, 30.0):
         assert spent * HOUR + burn * jump * (10 + 120) <= budget * HOUR
+
+
+@given(
+    budget=st.integers(0, 10**8), spent=st.integers(0, 10**8), burn=st.integers(0, 10**7), minimum=st.floats(1, 3600)
+)
+def test_rates_rise_as_far_as_the_promise_holds_and_no_further(
+    budget: int, spent: int, burn: int, minimum: float
+) -> None:
+    exposure = Exposure(budget, spent, burn)
+    spare = spare_rate(exposure, minimum)
+
+    def left(more: int) -> float:
+        risen = replace(exposure, burn_micros_h=burn + more)
+        return risen.remaining - (burn + more) * minimum / 3600
+
+    assert spare >= 0
+    assert spare == 0 or left(spare) >= -1
+    assert left(spare + 1) < 1
+
+
+@given(n=st.integers(1, 300), m=st.integers(0, 50), each=st.floats(0, 10))
+def test_leases_that_are_given_back_one_by_one_wait_for_each_other(n: int, m: int, each: float) -> None:
+    """As long as it takes, counted out: the i-th of a provider's n is destroyed after i intervals."""
+    waits = [i * each for i in range(n)] + [0.0] * m
+    found = queue_s(["slow"] * n + ["quick"] * m, {"slow": each})
+    assert found == pytest.approx(sum(waits) / len(waits))
+    assert queue_s([], {"slow": each}) == 0.0

@@ -43,9 +43,7 @@ def look(
         (None, 0.2, 1.1 * KNEE, 2),
     ],
 )
-def test_who_waits_for_a_version_gets_it_sooner(
-    t_bcast: float | None, bubble: float, pool: float, kappa: int
-) -> None:
+def test_who_waits_for_a_version_gets_it_sooner(t_bcast: float | None, bubble: float, pool: float, kappa: int) -> None:
     start = Aim(1.0, 10, FLOOR, KNEE, "")
     aim = look(start, history(11, 8, pool=pool, bubble=bubble), t_bcast=t_bcast)
     assert aim.kappa == kappa

@@ -104,3 +104,33 @@ def test_what_is_shown_of_a_node_follows_its_audits():
 )
 def test_a_job_in_which_everybody_lies_is_at_fault_itself(convicted: int, passed: int, expected: bool):
     assert hopeless(convicted, passed) is expected
+
+
+def test_three_held_out_answers_that_are_not_the_likeliest_convict_whatever_the_training_groups_say():
+    odd = audit(heldout="greedy", verdict="suspect", fault="greedy", detail="1 of 5 tokens", work_item="j-eval-2-7")
+    honest = [audit(rms=0.0)] * 50
+    found, why = convicted(*honest, odd, *honest, odd, *honest, odd)
+    assert found == 153
+    assert why.startswith("greedy: ")
+    assert "1 of 5 tokens, work item j-eval-2-7" in why
+
+
+def test_an_outlier_among_many_greedy_answers_convicts_nobody_and_their_figures_say_nothing_of_drift():
+    odd = audit(heldout="greedy", verdict="suspect", fault="greedy", rms=5.0)
+    good = audit(heldout="greedy", rms=0.001)
+    assert convicted(*[odd, *[good] * 60] * 50) == (None, "")
+    standing = after(Standing(), odd, BOUND)
+    assert (standing.drift, standing.rms, standing.ungreedy, standing.failures) == (0.0, None, 1.0, 1)
+
+
+def test_held_out_answers_end_no_probation():
+    standing = Standing()
+    for kind in ("greedy", "sampled"):
+        standing = after(standing, audit(heldout=kind), BOUND)
+    assert (standing.audits, standing.passed) == (2, 0)
+    assert after(standing, audit(), BOUND).passed == 1
+
+
+def test_a_file_that_can_not_be_read_is_no_answer_that_was_chosen_otherwise():
+    lost = audit(heldout="greedy", verdict="suspect", fault="file", tokens=0)
+    assert convicted(*[lost] * 10) == (None, "")

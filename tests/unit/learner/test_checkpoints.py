@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,19 @@ def test_a_full_disk_is_a_learner_error(tmp_path: Path):
     blocked.write_text("not a folder")
     with pytest.raises(LearnerError, match="step 1 can't be written"):
         save(blocked, checkpoint(1))
+
+
+def test_a_disk_that_fills_up_in_the_middle_is_a_learner_error_and_the_one_before_counts(tmp_path: Path):
+    save(tmp_path, checkpoint(1))
+    large = Checkpoint(Progress(job_id="j", step=2), {"w": torch.zeros(100_000)}, {}, torch.random.get_rng_state())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(LearnerError, match=r"step 2 can't be written: .*too large"):
+            save(tmp_path, large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert found(tmp_path) == 1
 
 
 def test_a_stored_checkpoint_of_format_1_still_loads():

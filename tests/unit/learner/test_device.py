@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.learner.device import host_copies, loads, moment, sent, stopwatch
+from app.learner.device import host_copies, lane_of, loads, moment, sent, stopwatch
 
 CPU = torch.device("cpu")
 SIZES = st.lists(st.integers(0, 50), max_size=12)
@@ -30,7 +30,7 @@ def test_loads_carry_every_byte_once_and_are_full_but_for_the_last(sizes: list[i
 
 def test_a_copy_on_the_cpu_is_one():
     tensors = {"w": torch.ones(3, 4).t(), "step": torch.tensor(2.0)}
-    copies = host_copies(tensors, moment(CPU))
+    copies = host_copies(tensors, moment(CPU), lane_of(CPU))
     for tensor in tensors.values():
         tensor.zero_()
     assert torch.equal(copies["w"], torch.ones(4, 3))

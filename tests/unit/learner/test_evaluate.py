@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from app.learner.evaluate import Evaluator
+from app.learner.evaluate import Evaluator, Sampler
 from app.learner.model import LoadedModel, load
+from app.learner.parallel.messages import Sampling
+from app.learner.parallel.ranks import Alone, Op
 from app.learner.tiny import tiny_model
 from app.protocol.errors import TaskFailed
 from app.tasks.base import Prompt, Reply
@@ -72,3 +75,64 @@ def test_answers_that_can_not_be_scored_are_left_out_and_all_of_them_are_an_erro
     assert evaluated(tiny, Talk(1, failing=range(8))) == 1.0
     with pytest.raises(TaskFailed, match="not one of 16 held-out answers"):
         evaluated(tiny, Talk(1, failing=range(16)))
+
+
+def test_an_episode_whose_environment_fails_is_left_out_and_so_is_a_prompt_that_can_not_be_had(tiny: LoadedModel):
+    class Shaky(Talk):
+        def heldout(self, index: int) -> Prompt:
+            if index == 3:
+                raise TaskFailed("its process was killed")
+            return super().heldout(index)
+
+        def respond(self, prompt: Prompt, turns: Sequence[str]) -> Reply | None:
+            if prompt.index < 8 and len(turns) == 2:
+                raise TaskFailed("it took longer than 30 s")
+            return super().respond(prompt, turns)
+
+    task = Shaky(3)
+    assert evaluated(tiny, task) > 2.5
+    assert set(task.heard) >= set(range(8, 16))
+    assert 3 not in task.heard
+    # Who hadn't come to a second turn is scored all the same.
+    assert all(len(task.heard[i]) < 3 for i in task.heard if i < 8)
+
+
+class Leader(Alone):
+    """Rank 0 of two: what it announced, and which tokens it drew."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Op, bytes]] = []
+        self.drawn: list[torch.Tensor] = []
+
+    def announce(self, op: Op, payload: bytes = b"") -> None:
+        self.said.append((op, payload))
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.drawn.append(tensor)
+        return tensor
+
+
+class Follower(Alone):
+    """The other rank: it gets the tokens that rank 0 drew."""
+
+    rank = 1
+
+    def __init__(self, drawn: list[torch.Tensor]) -> None:
+        self.drawn = list(drawn)
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.shape == self.drawn[0].shape
+        return self.drawn.pop(0)
+
+
+def test_other_ranks_need_the_announcements_alone_and_make_the_same_passes(tiny: LoadedModel):
+    leader = Leader()
+    spec = job(sampling={"max_tokens": 40}, learner={"eval_prompts": 16})
+    Evaluator(tiny.model, tiny.tokenizer, Talk(3), spec, leader).run()
+    assert [op for op, _ in leader.said] == ["sample"] * 3, "one for each turn"
+    asked = [Sampling.model_validate_json(payload) for _, payload in leader.said]
+    assert len(asked[0].prompts) == 16
+    follower = Follower(leader.drawn)
+    for a in asked:
+        assert len(Sampler(tiny.model, tiny.tokenizer, follower)(a.prompts, a.max_tokens)) == len(a.prompts)
+    assert follower.drawn == []

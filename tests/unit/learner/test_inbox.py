@@ -11,7 +11,7 @@ from blake3 import blake3
 from app.learner.buffer import ReplayBuffer
 from app.learner.inbox import GroupReader, Inbox
 from app.learner.outbox import Directives
-from app.protocol.errors import BadInput, Refused, Unavailable
+from app.protocol.errors import BadInput, Refused, TaskFailed, Unavailable
 from app.protocol.learner import LearnerDirectives, TrajectoryPage, TrajectoryRef
 from app.protocol.trajectory import encode
 from app.storage.stores import FolderStore
@@ -165,6 +165,28 @@ def named(name: str, rewards, samples=None):
     rollouts = [dataclasses.replace(r, prompt_ids=prompt_ids(0)) for r in group(name, rewards=rewards).rollouts]
     chosen = range(len(rollouts)) if samples is None else samples
     return dataclasses.replace(group(name), rollouts=tuple(rollouts[i] for i in chosen))
+
+
+@pytest.mark.parametrize(("failures", "taken", "reasons"), [(1, ["a"], []), (9, [], ["unscored"])])
+def test_a_task_that_fails_to_tell_a_prompt_is_asked_again_and_costs_the_group_at_most(
+    tmp_path: Path, failures: int, taken: list[str], reasons: list[str]
+):
+    left = [failures]
+
+    def fails(index: int) -> list[int]:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise TaskFailed("its process was killed")
+        return prompt_ids(index)
+
+    store, buffer = FolderStore(tmp_path), ReplayBuffer()
+    reader = GroupReader(store, fails, group_size=4, max_tokens=8, vocabulary=VOCABULARY)
+    inbox = Inbox(Index(), reader, buffer, Directives(WORD))  # type: ignore[arg-type]
+    inbox.take(reference(store, [group("a")]))
+    dropped = buffer.evict(0, 3)
+    assert [d.reason for d in dropped] == reasons
+    assert [g.work_item for g in buffer.take(0, 3, len(taken))[0]] == taken
+    assert inbox.invalid == ({"task_failed": 1} if reasons else {})
 
 
 def test_groups_of_a_file_may_be_of_different_sizes(tmp_path: Path):

@@ -21,7 +21,8 @@ PREFIX = "jobs/j/checkpoints/"
 
 
 class SlowStore(FolderStore):
-    """`gate` closed holds uploads back; `error` is raised by them."""
+    """`gate` closed holds uploads back; `error` is raised by them. Nothing large is handed out in one piece: a
+    checkpoint of a 7B model has 84 GB."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -29,6 +30,10 @@ class SlowStore(FolderStore):
         self.gate.set()
         self.entered = threading.Event()
         self.error: Exception | None = None
+
+    def get(self, key: str) -> bytes:
+        assert not key.endswith(".safetensors")
+        return super().get(key)
 
     def put_file(self, key: str, path: Path) -> None:
         self.entered.set()

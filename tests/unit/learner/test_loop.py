@@ -24,13 +24,15 @@ class CountingTrainer:
     def __init__(self) -> None:
         self.steps = 0
         self.seen: list[list[str]] = []
+        self.copied: list[tuple[int, bool]] = []
 
     def step(self, groups) -> StepMetrics:
         self.seen.append([g.work_item for g in groups])
         self.steps += 1
         return StepMetrics(0.5, 1.0, {"loss": 0.0})
 
-    def snapshot(self) -> TrainerState:
+    def snapshot(self, *, optimizer: bool = True) -> TrainerState:
+        self.copied.append((self.steps, optimizer))
         return TrainerState(self.steps, {"w": torch.tensor(float(self.steps))}, {})
 
 
@@ -107,6 +109,14 @@ def test_a_version_every_kappa_steps_each_after_its_checkpoint(tmp_path: Path):
     assert rig.sink.published[-1] == 4
     assert {*rig.sink.published} <= {2, 4}
     assert [c.progress.step for c in rig.saved] == rig.sink.published
+
+
+def test_a_version_without_a_checkpoint_leaves_the_optimizer_where_it_is(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 6}, learner={"checkpoint_every": 3}) as rig:
+        rig.feed(12, version=4)
+        rig.run()
+    # Versions at 2, 4 and 6, checkpoints at 3 and 6.
+    assert rig.trainer.copied == [(2, False), (3, True), (4, False), (6, True)]
 
 
 def test_stale_groups_are_reported_by_the_step_after_which_they_are(tmp_path: Path):

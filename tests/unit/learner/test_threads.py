@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from app.learner.buffer import ReplayBuffer
 from app.learner.checkpoints import Checkpoint, Progress
 from app.learner.heart import Heart, Status
+from app.learner.inbox import Inbox
 from app.learner.outbox import Directives, Outbox
 from app.learner.publisher import Publisher, Save
 from app.protocol.errors import LearnerError, Unavailable
@@ -153,6 +157,83 @@ def test_a_checkpoint_that_fails_ends_the_learner_and_publishes_nothing(parts):
     with pytest.raises(LearnerError, match="disk full"):
         publisher.flush(20)
     assert sink.published == []
+
+
+class Tensors(dict):
+    """A mapping whose end can be seen."""
+
+
+def test_a_slow_upload_holds_no_copy_of_weights_or_optimizer(parts):
+    _, sink, _, _, publisher, _ = parts
+    weights, optimizer = Tensors(w=torch.ones(1)), Tensors(m=torch.ones(1))
+    ends = {"weights": weakref.ref(weights), "optimizer": weakref.ref(optimizer)}
+    seen: dict[str, list[str]] = {}
+    publish = sink.publish
+
+    def alive() -> list[str]:
+        return [name for name, end in ends.items() if end() is not None]
+
+    def watch(version: int, given) -> object:
+        made = publish(version, given)
+        seen["publish"] = alive()
+        return made
+
+    def upload(version: int) -> str:
+        seen["upload"] = alive()
+        return "full"
+
+    sink.publish, sink.upload = watch, upload
+    kept = Checkpoint(Progress(job_id="j", step=2), weights, optimizer, torch.random.get_rng_state())
+    publisher.submit(Save(2, weights, kept))
+    del weights, optimizer, kept
+    publisher.flush(20)
+    assert seen == {"publish": ["weights"], "upload": []}
+
+
+def test_a_disk_that_refuses_a_snapshot_ends_the_learner(parts):
+    _, sink, directives, _, publisher, _ = parts
+
+    def full(version: int, weights) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink.publish = full
+    publisher.submit(save_of(2))
+    with pytest.raises(LearnerError, match=r"the learner's disk: .*No space left"):
+        publisher.flush(20)
+    assert directives.urgent.is_set()
+
+
+class Unforeseen(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", ["publisher", "outbox", "heart", "inbox"])
+def test_no_thread_ends_unnoticed(name: str, tmp_path: Path):
+    """A process without it would go on as if nothing had happened. The job is not to blame: a new process may do it."""
+
+    class Broken:
+        def __getattr__(self, call: str):
+            def fail(*_: object) -> None:
+                raise Unforeseen(call)
+
+            return fail
+
+    broken, directives = Broken(), Directives(WORD)
+    outbox = Outbox(broken, directives)  # type: ignore[arg-type]
+    publisher = Publisher(broken, tmp_path, outbox, directives)  # type: ignore[arg-type]
+    heart = Heart(broken, Status(), directives, lambda: 0)  # type: ignore[arg-type]
+    inbox = Inbox(broken, broken, ReplayBuffer(), directives)  # type: ignore[arg-type]
+    thread = {"publisher": publisher, "outbox": outbox, "heart": heart, "inbox": inbox}[name]
+    thread.start()
+    outbox.put(report(1))
+    publisher.submit(save_of(2, checkpoint=False))
+    try:
+        assert directives.urgent.wait(20)
+        with pytest.raises(Unavailable, match=f"the thread {name} "):
+            directives.current()
+    finally:
+        thread.stop()
 
 
 def test_heartbeats_go_on_while_the_service_is_away_and_end_when_fenced():

@@ -1,7 +1,7 @@
 """A stand-in for vLLM's server, with its routes and its manners, and the interpreter that "has" it.
 
 Run as `vllm.entrypoints.openai.api_server` of a package that `interpreter` writes. How it behaves is read anew for each
-request from the JSON file that FAKE_VLLM names, where every call is noted, too.
+request from the JSON file that VLLM_FAKE_PLAN names, where every call is noted, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Plan:
     @property
     def env(self) -> dict[str, str]:
         """What the server has to be given."""
-        return {**os.environ, "FAKE_VLLM": str(self.path), "ECHO2_JOIN_TOKEN": "s3cret"}
+        return {**os.environ, "VLLM_FAKE_PLAN": str(self.path), "ECHO2_JOIN_TOKEN": "s3cret"}
 
     def calls(self, path: str) -> list[dict[str, Any]]:
         """Bodies and parameters of the calls to a path so far."""
@@ -68,7 +68,7 @@ class Server:
     """State of the stand-in: a pause, a label, requests that run."""
 
     def __init__(self) -> None:
-        self.plan_path = Path(os.environ["FAKE_VLLM"])
+        self.plan_path = Path(os.environ["VLLM_FAKE_PLAN"])
         self.label = "default"
         self.adapters: set[str] = set()
         self.going = asyncio.Event()
@@ -189,7 +189,7 @@ def main() -> None:
     for option in ("--host", "--port", "--middleware"):
         parser.add_argument(option)
     options, _ = parser.parse_known_args()
-    plan = json.loads(Path(os.environ["FAKE_VLLM"]).read_text())
+    plan = json.loads(Path(os.environ["VLLM_FAKE_PLAN"]).read_text())
     if plan.get("start") == "fail":
         sys.exit("ValueError: no room for the key/value cache")
     server = Server()

@@ -215,3 +215,12 @@ def test_backoff_grows_to_a_limit_and_is_jittered() -> None:
     assert [backoff(n, 1.0) for n in range(6)] == [0.25, 0.5, 1.0, 2.0, 4.0, BACKOFF_MAX_S]
     assert backoff(3, 0.0) == 1.0
     assert backoff(10_000, 1.0) == BACKOFF_MAX_S
+
+
+async def test_a_join_answer_with_a_floating_revision_is_refused() -> None:
+    asset = {"path": "m.safetensors", "size": 1, "blake3": "0" * 64, "url": "http://store/m"}
+    moving = {**asset, "hub": {"repo": "org/m", "revision": "main"}}
+    network = Network(lambda _: httpx.Response(200, json={**JOINED, "assets": [asset, moving]}))
+    with pytest.raises(Unavailable, match=r"assets\.1\.hub\.revision"):
+        await network.client.join(JOIN, "join-token")
+    assert len(network.requests) == 1

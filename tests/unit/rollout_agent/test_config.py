@@ -33,6 +33,9 @@ def test_no_repr_shows_the_token() -> None:
     ("name", "value"),
     [
         ("ECHO2_CONTROL_URL", "control:8080"),
+        ("ECHO2_HF_ENDPOINT", "hf-mirror.example.org"),
+        ("ECHO2_HF_ENDPOINT", "https://s3cret@hf-mirror.example.org"),
+        ("ECHO2_HF_ENDPOINT", "https://hf-mirror.example.org/?key=s3cret"),
         ("ECHO2_RELAY_PORT", "70000"),
         ("ECHO2_DEVICE", "tpu"),
         ("ECHO2_SIM_TOKENS_PER_S", "0"),

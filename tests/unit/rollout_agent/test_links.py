@@ -73,3 +73,15 @@ def test_only_rented_machines_are_told_to(provider: str, tuned: bool, monkeypatc
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     assert load_settings().tune_network is tuned
+
+
+@pytest.mark.parametrize("mirror", [None, "https://hf-mirror.example.org"])
+def test_a_machine_is_told_of_a_mirror_of_the_hub_if_there_is_one(
+    mirror: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = environment(
+        control_url="http://c.test", join_token="t", engine="paced", provider="vastai", hf_endpoint=mirror
+    )
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert load_settings().hf_endpoint == (mirror or "https://huggingface.co")

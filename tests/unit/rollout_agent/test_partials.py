@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,25 @@ async def test_what_is_too_old_is_not_gone_on_with(floor: int, used: bool) -> No
     assert not bench.ledger.errors
 
 
+async def test_a_file_with_several_groups_is_fetched_once() -> None:
+    bench = Bench()
+    fetched: list[str] = []
+    download = bench.partials._client.download
+
+    async def counted(url: str, size: int) -> bytes:
+        fetched.append(url)
+        return await download(url, size)
+
+    bench.partials._client.download = counted  # type: ignore[method-assign]
+    first, second = begun(), begun(span_versions=[3, 5])
+    assert all(await asyncio.gather(*(bench.taken_up(first) for _ in range(5))))
+    assert len(fetched) == 1
+    assert await bench.taken_up(second)
+    assert len(fetched) == 2
+    assert await bench.taken_up(first)
+    assert len(fetched) == 3, "no more than one file is kept in memory"
+
+
 async def test_groups_are_handed_over_and_are_no_longer_ours() -> None:
     bench = Bench()
     bench.ledger.leased({"w1": 1060.0, "w2": 1060.0, "exam": 1060.0, "empty": 1060.0})
@@ -131,6 +151,17 @@ async def test_groups_are_handed_over_and_are_no_longer_ours() -> None:
     assert bench.desk.wire.of("uploads") == [{"policy_version": 4}]
     assert sorted(bench.ledger.unfinished()) == ["empty", "exam"]
     assert bench.ledger.tokens_wasted == {"interrupted": 2}, "an evaluation is not passed on"
+    # But others may begin it at once: what nobody took over does not wait for the end of this node.
+    (told,) = bench.desk.wire.of("reports")
+    assert (told["kind"], told["work_items"]) == ("handed_back", ["exam", "empty"])
+
+
+async def test_where_all_is_taken_over_nothing_is_handed_back() -> None:
+    bench = Bench()
+    bench.ledger.leased({"w1": 1060.0})
+    await bench.partials.hand_over([group("w1")])
+    await bench.partials.hand_over([])
+    assert bench.desk.wire.of("reports") == []
 
 
 async def test_only_what_was_taken_is_passed_on() -> None:
@@ -172,6 +203,7 @@ async def test_a_failed_hand_over_is_counted_and_handed_back_without_it(
     assert bench.ledger.unfinished() == ["w1"]
     assert bench.ledger.tokens_wasted == {"interrupted": 2}
     assert bench.ledger.errors == {"hand_over_failed": 1}
+    assert [told["work_items"] for told in bench.desk.wire.of("reports")] == [["w1"]]
 
 
 async def test_a_node_that_is_over_is_told_and_its_work_counted() -> None:

@@ -348,7 +348,23 @@ async def test_a_prompt_that_the_engine_refuses_ends_its_group_only() -> None:
         assert sorted(shift.desk.committed) == ["w0", "w2"]
         assert shift.ledger.unfinished() == ["w1"]
         assert shift.ledger.errors["engine_error"] == 1
-        assert [r["kind"] for r in shift.desk.wire.of("reports")] == ["engine_error"]
+        reports = [(r["kind"], r["work_items"]) for r in shift.desk.wire.of("reports")]
+        assert reports == [("engine_error", ["w1"])], "somebody else may try it at once"
+
+
+async def test_a_prompt_that_its_task_can_not_make_is_no_fault_of_the_engine() -> None:
+    class Gap(Echo):
+        def train(self, index: int) -> Prompt:
+            if index == 1:
+                raise TaskFailed("hung")
+            return super().train(index)
+
+    async with Shift(FakeStream(), Desk(left=3), task=Gap()) as shift:
+        await shift.until(lambda: len(shift.desk.committed) == 2, "the others are committed")
+        await shift.until(lambda: len(shift.desk.wire.of("reports")) == 1, "it is reported", steps=False)
+        assert shift.ledger.errors == {"task_error": 1}
+        assert [(r["kind"], r["subject"]) for r in shift.desk.wire.of("reports")] == [("task_error", "w1")]
+        assert shift.ledger.faults_in_a_row == 0
 
 
 async def test_a_failed_reward_is_no_zero_and_no_fault_by_itself() -> None:

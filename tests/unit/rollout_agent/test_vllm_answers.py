@@ -176,6 +176,18 @@ def test_routes_are_looked_for_whatever_the_version_says() -> None:
     assert missing_routes([r for r in ROUTES if r != "/pause"], lora=False) == ["/pause"]
 
 
+SECRETS = """
+HF_TOKEN HF_TOKEN_PATH HUGGING_FACE_HUB_TOKEN AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_PROFILE WANDB_API_KEY
+OPENAI_API_KEY NVIDIA_API_KEY VLLM_API_KEY VLLM_S3_SECRET GITHUB_TOKEN PGPASSWORD DATABASE_URL HTTPS_PROXY https_proxy
+ALL_PROXY SSH_AUTH_SOCK GOOGLE_APPLICATION_CREDENTIALS CONTAINER_API_KEY JUPYTER_TOKEN KUBECONFIG ECHO2_NODE_TOKEN
+"""
+NEEDED = """
+PATH HOME LANG LC_ALL TMPDIR LD_LIBRARY_PATH LD_PRELOAD CUDA_VISIBLE_DEVICES CUDA_HOME NVIDIA_VISIBLE_DEVICES
+NCCL_SOCKET_IFNAME VLLM_CACHE_ROOT VLLM_ATTENTION_BACKEND HF_HOME TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR
+TOKENIZERS_PARALLELISM XDG_CACHE_HOME PYTHONUNBUFFERED
+"""
+
+
 def test_the_server_is_on_loopback_unbiased_and_its_key_on_no_command_line() -> None:
     line = command(replace(OPTIONS, extra_args=("--max-num-seqs", "3")), Path("/m"), 4711, PLAIN)
     told = {a: b for a, b in itertools.pairwise(line) if a.startswith("--")}
@@ -193,6 +205,16 @@ def test_the_server_is_on_loopback_unbiased_and_its_key_on_no_command_line() -> 
     assert env["PATH"] == "/bin"
     assert env["VLLM_HOST_IP"] == "127.0.0.1"
     assert "k3y" not in " ".join(line)
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
+def test_an_engine_is_told_no_secret_of_the_machine(name: str) -> None:
+    assert name not in environment(OPTIONS, {name: "secret"}, "k3y")
+
+
+@pytest.mark.parametrize("name", NEEDED.split())
+def test_an_engine_keeps_what_its_libraries_go_by(name: str) -> None:
+    assert environment(OPTIONS, {name: "as set"}, "k3y")[name] == "as set"
 
 
 def test_a_model_whose_config_names_no_architecture_gets_its_own() -> None:

@@ -101,8 +101,9 @@ async def test_a_version_goes_in_by_the_protocol_and_samples_carry_it(setup: Set
         await sample(engine)
     await setup.install(engine, 4, [-0.25, -0.25, -0.25])
     assert engine.version == 4
-    wanted = ["/pause", "/collective_rpc", "/update_weight_version", "/resume", "/inference/v1/generate"]
-    assert setup.plan.order()[1:] == wanted
+    order = setup.plan.order()[1:]
+    assert order[:3] == ["/pause", "/collective_rpc", "/update_weight_version"]
+    assert sorted(order[3:]) == ["/inference/v1/generate", "/resume"], "the probe may be there before all goes on"
     assert setup.plan.calls("/pause") == [{"mode": "keep", "clear_cache": "true"}]
     made = await sample(engine)
     assert (len(made.token_ids), made.logprobs, made.finish_reason) == (5, [-0.5] * 5, "length")

@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 
 from app.protocol import trajectory
-from app.protocol.errors import BadInput, Gone
+from app.protocol.errors import BadInput, Gone, TaskFailed
 from app.protocol.job import SamplingSpec
 from app.protocol.partial import encode_partial
 from app.rollout_agent.batch import TextSide
@@ -21,6 +21,7 @@ from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
 from app.rollout_agent.partials import Partials
 from app.rollout_agent.worker import Worker
+from app.tasks.base import Prompt
 from tests.unit.rollout_agent.fakes import Clock, Echo, Letters, ScriptedEngine, Wire, accept, pool, problem, rows_of
 
 
@@ -28,7 +29,8 @@ class Shift:
     """A worker that drains itself after so many leases."""
 
     def __init__(self, leases: int, *, failures: Sequence[Exception] = (), **answers: Any) -> None:
-        self.engine = ScriptedEngine(failures)
+        self.engine: ScriptedEngine = ScriptedEngine(failures)
+        self.task = Echo()
         self.clock = Clock()
         self.ledger = WorkLedger(self.clock)
         self.wire = Wire({"work": self._work, "trajectories": accept, **answers})
@@ -49,7 +51,7 @@ class Shift:
     async def run(self, *, installed: bool = True) -> None:
         """Work until drained."""
         with pool() as engine_pool, pool() as score_pool:
-            client, text = self.wire.client(self.clock), TextSide(Echo(), Letters())
+            client, text = self.wire.client(self.clock), TextSide(self.task, Letters())
             delivery = Delivery(
                 client, text, self.ledger, score_pool, max_upload_bytes=10**6, clock=self.clock, sleep=self.clock.sleep
             )
@@ -102,12 +104,71 @@ async def test_nothing_is_leased_before_a_version_is_installed() -> None:
 async def test_an_engine_error_is_reported_and_the_next_batch_is_generated() -> None:
     shift = Shift(leases=3, failures=[RuntimeError("out of memory")])
     await shift.run()
-    [report] = shift.wire.of("reports")
+    [report] = [r for r in shift.wire.of("reports") if r["kind"] != "handed_back"]
     assert report["kind"] == "engine_error"
     assert "out of memory" in report["detail"]
+    assert report["work_items"] == ["w0"], "somebody else may try it at once"
     assert shift.ledger.errors == {"engine_error": 1}
     assert len(shift.wire.files) == 2
     assert "w0" in shift.ledger.unfinished()
+
+
+class Picky(ScriptedEngine):
+    """Fails over one prompt, or over more groups than `most`."""
+
+    def __init__(self, poison: str = "", most: int = 1000) -> None:
+        super().__init__()
+        self._poison, self._most = [ord(letter) for letter in poison], most
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
+        if any(list(request.prompt_ids) == self._poison for request in requests):
+            raise BadInput("no such prompt")
+        if len(requests) > self._most:
+            self.batches.append(requests)
+            raise RuntimeError("out of memory")
+        return super().generate(requests)
+
+
+async def test_of_a_batch_that_fails_only_the_group_at_fault_is_given_up() -> None:
+    shift = Shift(leases=4, uploads=slot)
+    shift.engine = Picky(poison="p9")
+    await shift.run()
+    committed = {item for commit in shift.wire.of("trajectories") for item in commit["work_items"]}
+    assert committed == {f"w{n}" for n in range(15) if n != 9}
+    [report] = [r for r in shift.wire.of("reports") if r["kind"] != "handed_back"]
+    assert (report["kind"], report["work_items"]) == ("engine_error", ["w9"])
+    assert shift.ledger.errors == {"engine_error": 1}
+
+
+async def test_a_batch_too_large_for_the_memory_loses_no_group() -> None:
+    shift = Shift(leases=6, uploads=slot)
+    shift.engine = Picky(most=3)
+    await shift.run()
+    committed = {item for commit in shift.wire.of("trajectories") for item in commit["work_items"]}
+    assert committed == {f"w{n}" for n in range(len(committed))}
+    assert len(committed) >= 11
+    assert shift.ledger.errors == {}
+    assert {r["kind"] for r in shift.wire.of("reports")} <= {"handed_back"}
+    sizes = [len(batch) for batch in shift.engine.batches]
+    assert sizes[:5] == [1, 2, 4, 2, 2]
+    assert max(sizes[5:]) <= 2, "never so large again"
+
+
+async def test_a_prompt_that_its_task_can_not_make_is_the_tasks_fault() -> None:
+    class Gap(Echo):
+        def train(self, index: int) -> Prompt:
+            if index == 4:
+                raise TaskFailed("hung")
+            return super().train(index)
+
+    shift = Shift(leases=4, uploads=slot)
+    shift.task = Gap()
+    await shift.run()
+    committed = {item for commit in shift.wire.of("trajectories") for item in commit["work_items"]}
+    assert committed == {f"w{n}" for n in range(11) if n != 4}
+    [report] = [r for r in shift.wire.of("reports") if r["kind"] != "handed_back"]
+    assert (report["kind"], report["subject"]) == ("task_error", "w4")
+    assert shift.ledger.faults_in_a_row == 0
 
 
 async def test_engine_errors_in_a_row_end_the_worker() -> None:
@@ -121,7 +182,7 @@ async def test_an_interrupt_is_no_fault() -> None:
     shift = Shift(leases=2, failures=[Interrupted("stopped")])
     await shift.run()
     assert shift.ledger.errors == {}
-    assert shift.wire.of("reports") == []
+    assert {r["kind"] for r in shift.wire.of("reports")} <= {"handed_back"}
 
 
 async def test_a_node_that_is_over_ends_while_asking_for_work() -> None:

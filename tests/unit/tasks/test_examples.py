@@ -33,7 +33,7 @@ def as_a_job(tmp_path: Path, name: str, **params: Any) -> Any:
     store = FolderStore(tmp_path / "objects")
     spec = TaskSpec(name=f"{name.lower()}.py:{name}", params=params, limits={"processes": 1})
     taken = TaskIntake(tmp_path / "tasks", store)(spec, "job-1")
-    task = load_task(taken, 0, fetch_files(store.get, "job-1", taken, tmp_path / "there"))
+    task = load_task(taken, 0, fetch_files(store.get_file, "job-1", taken, tmp_path / "there"))
     assert isinstance(task, SandboxTask)
     return task
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from blake3 import blake3
 
 from app.protocol.errors import BadInput, IntegrityError
-from app.protocol.task_spec import TaskFile, TaskSpec
+from app.protocol.task_spec import TaskFile, TaskLimits, TaskSpec
 from app.storage.stores import FolderStore
 from app.tasks.build import build
 from app.tasks.files import TaskIntake, fetch_files
@@ -61,7 +62,7 @@ def test_a_job_keeps_the_source_that_it_was_created_with(task_dir: Path, store: 
     [file] = taken.files
     assert (file.role, file.size) == ("source", len(SOURCE.replace("VERSION", "one")))
     assert store.head(file.key("job-1")) is not None
-    folder = fetch_files(store.get, "job-1", taken, tmp_path / "learner")
+    folder = fetch_files(store.get_file, "job-1", taken, tmp_path / "learner")
     task = load_task(taken, 0, folder)
     assert isinstance(task, SandboxTask)
     assert [task.reward(task.train(0), text) for text in ("one", "two")] == [1.0, 0.0]
@@ -80,15 +81,16 @@ def test_what_the_store_gives_must_be_what_was_created(task_dir: Path, store: Fo
     taken = TaskIntake(task_dir, store)(TaskSpec(name="deep/sum.py:Sum"), "job-1")
     store.put(taken.files[0].key("job-1"), b"import os")
     with pytest.raises(IntegrityError, match=r"source\.py"):
-        fetch_files(store.get, "job-1", taken, tmp_path / "learner")
-    assert fetch_files(store.get, "job-1", TaskSpec(name="poker"), tmp_path / "learner") is None
+        fetch_files(store.get_file, "job-1", taken, tmp_path / "learner")
+    assert list((tmp_path / "learner").iterdir()) == []
+    assert fetch_files(store.get_file, "job-1", TaskSpec(name="poker"), tmp_path / "learner") is None
 
 
 def test_what_lies_there_already_is_not_fetched_again(task_dir: Path, store: FolderStore, tmp_path: Path):
     taken = TaskIntake(task_dir, store)(TaskSpec(name="deep/sum.py:Sum"), "job-1")
-    fetch_files(store.get, "job-1", taken, tmp_path / "learner")
+    fetch_files(store.get_file, "job-1", taken, tmp_path / "learner")
     store.delete(taken.files[0].key("job-1"))
-    assert fetch_files(store.get, "job-1", taken, tmp_path / "learner") == tmp_path / "learner"
+    assert fetch_files(store.get_file, "job-1", taken, tmp_path / "learner") == tmp_path / "learner"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_what_is_wrong_is_named(task_dir: Path, store: FolderStore, name: str, p
 class CopiesNothing(FolderStore):
     """Says how large its objects are, and fails when one is read."""
 
-    def get(self, key: str) -> bytes:
+    def get_file(self, key: str, path: Path) -> None:
         raise AssertionError(f"{key} was read")
 
 
@@ -140,6 +142,35 @@ def test_what_is_too_large_is_refused_before_it_is_read(tmp_path: Path):
         sparse.truncate((2 << 30) + 1)
     with pytest.raises(BadInput, match="2147483649 bytes"):
         TaskIntake(None, store)(TaskSpec(name="jsonl", params={"train": "store:tasks/huge"}), "job-1")
+
+
+class NoBytes(FolderStore):
+    """Has no memory for an object: it can be copied block by block, and not read whole."""
+
+    def get(self, key: str) -> bytes:
+        raise AssertionError(f"{key} was read into memory")
+
+
+def test_rows_of_the_store_are_never_whole_in_memory(tmp_path: Path):
+    store = NoBytes(tmp_path / "objects")
+    store.put("tasks/rows", b"".join(b'{"prompt": "p%d", "answer": 1}\n' % n for n in range(50)))
+    taken = TaskIntake(None, store)(TaskSpec(name="jsonl", params={"train": "store:tasks/rows"}), "job-1")
+    assert [f.role for f in taken.files] == ["train"]
+    assert store.head(taken.files[0].key("job-1")) is not None
+
+
+def test_who_posts_a_task_that_loads_for_ever_is_not_kept_for_an_hour(
+    task_dir: Path, store: FolderStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("app.tasks.files.LOAD_S", 1.0)
+    (task_dir / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    spec = TaskSpec(name="slow.py:Slow", limits=TaskLimits(load_timeout_s=3600, processes=1))
+    began = time.monotonic()
+    with pytest.raises(BadInput, match="can't be used"):
+        TaskIntake(task_dir, store)(spec, "job-1")
+    assert time.monotonic() - began < 20
+    quick = spec.model_copy(update={"name": "deep/sum.py:Sum"})
+    assert TaskIntake(task_dir, store)(quick, "job-1").limits.load_timeout_s == 3600, "later on its own limit holds"
 
 
 def test_a_service_without_a_folder_says_which_setting(store: FolderStore):
@@ -160,7 +191,7 @@ def test_rows_come_from_folder_and_store_alike(task_dir: Path, store: FolderStor
     taken = TaskIntake(task_dir, store)(spec, "job-1")
     assert [(f.role, f.size) for f in taken.files] == [("train", len(ROWS)), ("heldout", 33)]
     assert taken.files[0].blake3 == blake3(ROWS.encode()).hexdigest()
-    task = load_task(taken, 0, fetch_files(store.get, "job-1", taken, tmp_path / "there"))
+    task = load_task(taken, 0, fetch_files(store.get_file, "job-1", taken, tmp_path / "there"))
     assert (task.train_size, task.heldout_size) == (40, 1)
 
 

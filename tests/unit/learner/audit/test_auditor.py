@@ -54,7 +54,7 @@ class Scripted:
     def __init__(self) -> None:
         self.wrong: set[str] = set()
 
-    def off(self, group: Group) -> float | None:
+    def off(self, group: Group, *, heldout: bool = False) -> float | None:
         return 1.0 if group.work_item in self.wrong else 0.0
 
 

@@ -1,0 +1,90 @@
+"""Files of rollouts: what nobody will read is removed, what a learner may ask for again never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from tests.integration.control.rig import Learner, Node_, World
+
+OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
+SETTLED_S = 2 * 3600
+
+
+async def step(learner: Learner, node: Node_) -> set[str]:
+    """One step on what the node makes; the keys of its files."""
+    groups = await node.produce(2)
+    assert len(groups) == 2
+    keys = {ref.key for ref in await learner.poll()}
+    await learner.train(groups)
+    await learner.publish(learner.step)
+    node.version = learner.step
+    await node.beat()
+    return keys
+
+
+async def sweep(control: World) -> set[str]:
+    """What is there after a sweep, of all keys of files."""
+    await control.svc.loop._collect_garbage()
+    return {item.key for item in control.svc.core.objects.list("jobs/") if "/trajectories/" in item.key}
+
+
+async def pass_time(control: World, learner: Learner, node: Node_) -> None:
+    """Long enough for every place to put a file to be void; nobody is lost."""
+    control.clock.advance(SETTLED_S + 60)
+    await node.beat()
+    await learner.beat()
+
+
+async def test_a_file_that_was_never_handed_in_goes_and_accepted_ones_stay(control: World) -> None:
+    job_id = await control.create(stop={"steps": 100})
+    learner, (node,) = await control.running(job_id)
+    _, slot = await node.work(1)
+    assert slot is not None
+    await node.put(slot, b"nobody handed this in")
+    files: set[str] = set()
+    for _ in range(6):
+        control.clock.advance(400)
+        await node.beat()
+        await learner.beat()
+        await control.round()
+        files |= await step(learner, node)
+    found = await sweep(control)
+    assert slot.key in found, "its place is still good"
+    await pass_time(control, learner, node)
+    for _ in range(2):
+        assert await sweep(control) == files, "the record of the run stays, and what was not accepted goes"
+
+
+async def test_with_a_bound_files_go_once_no_learner_can_go_back_to_them(open_world: OpenWorld) -> None:
+    async with open_world(keep_trajectory_steps=3) as control:
+        learning = {"checkpoint_every": 1, "checkpoint_upload_every": 2}
+        job_id = await control.create(stop={"steps": 100}, learner=learning)
+        learner, (node,) = await control.running(job_id)
+        files = [await step(learner, node) for _ in range(12)]
+        assert await sweep(control) == set().union(*files), "a learner may go back a while"
+        await pass_time(control, learner, node)
+        # Two uploads of two checkpoints each are four steps: more than the three that were asked for.
+        assert await sweep(control) == set().union(*files[8:])
+        await learner.start()
+        await learner.ready(resume_step=8)
+        assert {ref.key for ref in await learner.poll()} == set().union(*files[8:]), (
+            "all that it has to train on again is there"
+        )
+
+
+async def test_what_a_job_that_is_over_left_behind_goes_too(control: World) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    keys = await step(learner, node)
+    _, slot = await node.work(1)
+    assert slot is not None
+    await node.put(slot, b"late")
+    await control.http.post(f"/v1/jobs/{job_id}/cancel")
+    await learner.done("finished")
+    await node.leave()
+    await control.rounds(3, 10)
+    assert (await control.job(job_id))["status"] == "cancelled"
+    assert await sweep(control) == keys | {slot.key}
+    control.clock.advance(SETTLED_S + 60)
+    assert await sweep(control) == keys

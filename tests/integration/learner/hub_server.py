@@ -1,0 +1,81 @@
+"""A Hugging Face Hub with one model, on loopback: as much of it as its library asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+REPO = "some-org/Small.Model-1"
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+class HubServer:
+    """Serves the files of a folder as `REPO` at `SHA`; with a `token` to nobody else. Counts who asked for what."""
+
+    def __init__(self, folder: Path, token: str = "") -> None:
+        self.folder = folder
+        self.token = token
+        self.sizes: dict[str, int] = {}
+        """File → the size that is told of it, where it is another one."""
+        self.anonymous: list[str] = []
+        """Requests without a token: method and path."""
+        api = f"/api/models/{REPO}"
+        app = Starlette(
+            routes=[
+                Route(f"{api}/revision/main", self._info),
+                Route(f"{api}/tree/{SHA}", self._tree),
+                Route(f"/{REPO}/resolve/{SHA}/{{name}}", self._file, methods=["GET", "HEAD"]),
+            ]
+        )
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if "authorization" not in request.headers:
+            self.anonymous.append(f"{request.method} {request.url.path}")
+        if not self.token or request.headers.get("authorization") == f"Bearer {self.token}":
+            return None
+        return Response(status_code=401, headers={"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
+
+    async def _info(self, request: Request) -> Response:
+        names = [{"rfilename": path.name} for path in self.folder.iterdir()]
+        return self._refusal(request) or JSONResponse({"id": REPO, "sha": SHA, "siblings": names})
+
+    async def _tree(self, request: Request) -> Response:
+        entries = [
+            {"type": "file", "path": p.name, "size": p.stat().st_size, "oid": self._oid(p)}
+            for p in self.folder.iterdir()
+        ]
+        return self._refusal(request) or JSONResponse(entries)
+
+    async def _file(self, request: Request) -> Response:
+        path = self.folder / request.path_params["name"]
+        headers = {"X-Repo-Commit": SHA, "ETag": f'"{self._oid(path)}"'}
+        if path.name in self.sizes:
+            headers["X-Linked-Size"] = str(self.sizes[path.name])
+        return self._refusal(request) or FileResponse(path, headers=headers)
+
+    def _oid(self, path: Path) -> str:
+        return hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        deadline = time.monotonic() + 20
+        while not self._server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
