@@ -69,6 +69,7 @@ class Learning:
                 relay_token=self.core.secrets.relay_token(job_id),
                 last_step=job.step,
                 published_version=job.published_version,
+                model_revision=job.model_revision,
                 object_store_url=self.core.settings.object_store_url,
                 s3_endpoint_url=self.core.settings.s3_endpoint_url,
             )
@@ -81,6 +82,7 @@ class Learning:
             job.train_prompts, job.manifest_public_key = ready.train_prompts, ready.manifest_public_key
             job.eval_prompts = ready.eval_prompts
             job.assets = model_files.announced(job.assets, ready.assets)
+            job.model_revision = job.model_revision or ready.model_revision
             job.t_train = job.t_train or ready.t_train_prior
             job.ready_at = job.ready_at or self.core.clock()
             job.learner_state = "waiting"

@@ -41,11 +41,11 @@ class LoadedModel:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def resolve(name: str, cache_dir: Path, *, endpoint: str | None = None) -> Path:
+def resolve(name: str, cache_dir: Path, *, revision: str | None = None, endpoint: str | None = None) -> Path:
     """The folder with config.json, tokenizer and safetensors of `tiny`, a local folder, or a Hugging Face id.
 
-    `endpoint`: of the Hub; default: the one of its library, `HF_ENDPOINT`. Raises BadInput when the name is wrong,
-    LearnerError when it can't be had now.
+    `revision`: the commit of the latter; None: the newest. `endpoint`: of the Hub; default: the one of its library,
+    `HF_ENDPOINT`. Raises BadInput when the name is wrong, LearnerError when it can't be had now.
     """
     if name == TINY:
         return tiny_model(cache_dir)
@@ -56,15 +56,18 @@ def resolve(name: str, cache_dir: Path, *, endpoint: str | None = None) -> Path:
         return local
     if local.is_absolute() or name.startswith((".", "~")):
         raise BadInput(f"model folder {name} does not exist on the learner's machine")
-    return _download(name, cache_dir, endpoint)
+    return _download(name, cache_dir, revision, endpoint)
 
 
-def _download(name: str, cache_dir: Path, endpoint: str | None) -> Path:
+def _download(name: str, cache_dir: Path, revision: str | None, endpoint: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, cache_dir=cache_dir / "hub", allow_patterns=_DOWNLOAD, endpoint=endpoint))
+        found = snapshot_download(
+            name, revision=revision, cache_dir=cache_dir / "hub", allow_patterns=_DOWNLOAD, endpoint=endpoint
+        )
+        return Path(found)
     except HFValidationError as error:
         raise BadInput(
             f"model {name!r} is neither 'tiny', nor a folder here, nor an id of the form org/name"

@@ -15,11 +15,12 @@ import torch
 from app.learner.checkpoints import MARKER
 from app.learner.config import LearnerSettings
 from app.learner.evaluate import Evaluator
-from app.learner.hub import plan
+from app.learner.hub import hub_ref, plan
 from app.learner.lora import add_adapter, merge, save_adapter
 from app.learner.model import LoadedModel, assets, check_lengths, load, resolve
 from app.learner.objects import open_objects
 from app.learner.packing import check_job
+from app.learner.parallel.messages import Loading
 from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.parallel.shards import needs_shards
 from app.learner.trainer import GRPOTrainer
@@ -53,6 +54,8 @@ class Parts:
     """Those that nodes get from the Hugging Face Hub, and from the store only once it fails them."""
     prompt: list[int]
     """Token ids of the first training prompt."""
+    revision: str | None
+    """The commit of a model from the Hugging Face Hub."""
 
 
 def prepare(answer: StartAnswer, settings: LearnerSettings, ranks: Ranks = ALONE) -> Parts:
@@ -66,17 +69,20 @@ def prepare(answer: StartAnswer, settings: LearnerSettings, ranks: Ranks = ALONE
         raise BadInput(
             f"{task.name} has {task.train_size} training and {task.heldout_size} held-out prompts; raise size"
         )
-    loaded = load_for(resolve(spec.model, settings.cache), spec, ranks)
+    loaded = load_for(resolve(spec.model, settings.cache, revision=answer.model_revision), spec, ranks)
     prompts = [encode_prompt(loaded.tokenizer, task.train(i)) for i in range(min(_REHEARSAL_PROMPTS, task.train_size))]
     check_lengths(loaded.model, max(len(p) for p in prompts), spec.sampling.max_tokens)
-    ranks.announce("load", spec.model_dump_json().encode())
+    ref = hub_ref(spec.model, loaded.folder)
+    revision = ref.revision if ref is not None else None
+    same = Loading(spec=spec, revision=revision)
+    ranks.announce("load", same.model_dump_json().encode())
     agree(ranks, None)
     trainer, evaluator = assemble(loaded, task, spec, ranks)
     prior = trainer.rehearse(
         spec.batch.prompts * kept(spec.batch.group_size, spec.batch.prune), prompts, spec.sampling.max_tokens
     )
     ways = plan(spec.model, loaded.folder, asset_files(loaded, settings.work_dir))
-    return Parts(loaded, task, trainer, evaluator, ways.assets, prior, ways.now, ways.later, prompts[0])
+    return Parts(loaded, task, trainer, evaluator, ways.assets, prior, ways.now, ways.later, prompts[0], revision)
 
 
 def task_files(answer: StartAnswer, settings: LearnerSettings) -> Path | None:

@@ -110,6 +110,7 @@ class Session:
                 t_train_prior=parts.t_train_prior,
                 manifest_public_key=sink.public_key,
                 assets=parts.assets,
+                model_revision=parts.revision,
             )
         )
         self._directives.update(answer)

@@ -24,7 +24,7 @@ from typing import Literal
 from pydantic import Field
 
 from app.protocol.base import Lenient, Strict
-from app.protocol.hub import HubRef
+from app.protocol.hub import COMMIT, HubRef
 from app.protocol.job import JobSpec
 
 
@@ -45,6 +45,9 @@ class StartAnswer(Lenient):
     last_step: int
     """Steps that the control service has on record."""
     published_version: int | None
+    model_revision: str | None = None
+    """The commit on the Hugging Face Hub that the job began with, whatever `main` is now; None: no such model, or the
+    first start."""
     object_store_url: str = ""
     """Where the control service keeps objects, for a learner that was not told."""
     s3_endpoint_url: str | None = None
@@ -74,6 +77,8 @@ class Ready(Strict):
     """Seconds that a step of R rollouts took in a rehearsal with learning rate 0."""
     manifest_public_key: str = Field(pattern=r"^[0-9a-f]{64}$")
     assets: list[AssetInfo]
+    model_revision: str | None = Field(default=None, pattern=COMMIT)
+    """The commit on the Hugging Face Hub that was loaded, if the model is from there."""
 
 
 class LearnerHeartbeat(Strict):

@@ -14,12 +14,11 @@ from app.learner.config import LearnerSettings
 from app.learner.evaluate import Sampler
 from app.learner.model import resolve
 from app.learner.packing import check_job
-from app.learner.parallel.messages import Progress, Rehearsal, Sampling, unpacked
+from app.learner.parallel.messages import Loading, Progress, Rehearsal, Sampling, unpacked
 from app.learner.parallel.ranks import Command, Group
 from app.learner.prepare import agree, load_for
 from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import BadInput, EchoError, LearnerError, Unavailable
-from app.protocol.job import JobSpec
 
 log = logging.getLogger(__name__)
 Sample = Callable[[list[list[int]], int], object]
@@ -31,7 +30,7 @@ def follow(ranks: Group, settings: LearnerSettings) -> int:
     try:
         command = ranks.listen()
         if command.op == "load":
-            trainer, sampler = _load(ranks, settings, JobSpec.model_validate_json(command.payload))
+            trainer, sampler = _load(ranks, settings, Loading.model_validate_json(command.payload))
             serve(ranks, trainer, sampler)
     except (BadInput, LearnerError) as error:
         log.error("rank %d can't go on: %s", ranks.rank, error.detail)
@@ -81,11 +80,12 @@ def _obey(command: Command, trainer: GRPOTrainer, sample: Sample) -> None:
             raise LearnerError(f"rank 0 announced {command.op}, which has no place here")
 
 
-def _load(ranks: Group, settings: LearnerSettings, spec: JobSpec) -> tuple[GRPOTrainer, Sampler]:
+def _load(ranks: Group, settings: LearnerSettings, told: Loading) -> tuple[GRPOTrainer, Sampler]:
     """The model as rank 0 has it. All ranks learn whether one of them failed."""
+    spec = told.spec
     failure: EchoError | None = None
     try:
-        loaded = load_for(resolve(spec.model, settings.cache), spec, ranks)
+        loaded = load_for(resolve(spec.model, settings.cache, revision=told.revision), spec, ranks)
     except EchoError as error:
         failure = error
         log.error("rank %d: %s", ranks.rank, error.detail)

@@ -11,6 +11,14 @@ from collections.abc import Sequence
 from app.learner.buffer import Group
 from app.protocol import trajectory
 from app.protocol.base import Strict
+from app.protocol.job import JobSpec
+
+
+class Loading(Strict):
+    """The job, and the commit of its model on the Hugging Face Hub that rank 0 has loaded."""
+
+    spec: JobSpec
+    revision: str | None
 
 
 class Rehearsal(Strict):

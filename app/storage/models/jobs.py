@@ -45,6 +45,8 @@ class Job(Base):
     relay_url: Mapped[str] = mapped_column(default="")
     manifest_public_key: Mapped[str] = mapped_column(default="")
     assets: Mapped[list[Any]] = mapped_column(default=list)
+    model_revision: Mapped[str | None]
+    """The commit of a model from the Hugging Face Hub: every later learner of the job loads the same."""
     parameters: Mapped[int | None]
     snapshot_bytes: Mapped[int | None]
     publish_bytes: Mapped[int | None]

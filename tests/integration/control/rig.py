@@ -308,6 +308,7 @@ class Learner:
         answer = await self.post("start", {"pid": 1, "host": "test"})
         assert answer.status_code == 200, answer.text
         self.epoch, self.last_step = answer.json()["epoch"], answer.json()["last_step"]
+        self.model_revision = answer.json()["model_revision"]
 
     async def ready(self, nodes: float = 1.0, *, resume_step: int = 0, **changes: Any) -> None:
         """Loaded. The step time is such that `nodes` machines (less a half) keep up with it."""

@@ -95,3 +95,15 @@ async def test_rented_machines_are_told_of_a_mirror(open_world: OpenWorld) -> No
         await control.round()
         await control.round(10)
         assert control.provider.live()[0].env["ECHO2_HF_ENDPOINT"] == mirror
+
+
+async def test_a_learner_that_starts_again_is_told_the_commit_that_the_job_began_with(control: World) -> None:
+    job_id = await control.create()
+    learner = await control.ready_learner(job_id, model_revision=SHA)
+    await learner.start()
+    assert learner.model_revision == SHA
+    await learner.ready(model_revision="f" * 40)
+    await learner.start()
+    assert learner.model_revision == SHA
+    refused = await learner.post("ready", {"model_revision": "main"})
+    assert "/model_revision" in [e["pointer"] for e in refused.json()["errors"]]

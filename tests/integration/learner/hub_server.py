@@ -25,12 +25,14 @@ class HubServer:
         self.token = token
         self.sizes: dict[str, int] = {}
         """File → the size that is told of it, where it is another one."""
+        self.main = SHA
+        """The commit that is newest now; what it has is not here."""
         self.anonymous: list[str] = []
         """Requests without a token: method and path."""
         api = f"/api/models/{REPO}"
         app = Starlette(
             routes=[
-                Route(f"{api}/revision/main", self._info),
+                Route(f"{api}/revision/{{name}}", self._info),
                 Route(f"{api}/tree/{SHA}", self._tree),
                 Route(f"/{REPO}/resolve/{SHA}/{{name}}", self._file, methods=["GET", "HEAD"]),
             ]
@@ -48,7 +50,8 @@ class HubServer:
 
     async def _info(self, request: Request) -> Response:
         names = [{"rfilename": path.name} for path in self.folder.iterdir()]
-        return self._refusal(request) or JSONResponse({"id": REPO, "sha": SHA, "siblings": names})
+        sha = self.main if request.path_params["name"] == "main" else SHA
+        return self._refusal(request) or JSONResponse({"id": REPO, "sha": sha, "siblings": names})
 
     async def _tree(self, request: Request) -> Response:
         entries = [

@@ -78,6 +78,7 @@ def test_a_public_model_s_weights_are_put_into_the_store_only_when_the_hub_has_f
     with learning(tmp_path, hub, "") as service:
         assets = {a["path"]: a for a in service.ready[0]["assets"]}
         assert assets["model.safetensors"]["hub"] == {"repo": REPO, "revision": SHA}
+        assert service.ready[0]["model_revision"] == SHA
         assert {n for n, a in assets.items() if a["hub"] is not None} == {"model.safetensors"}
         assert service.in_store() == assets.keys() - {"model.safetensors"}
         service.store_model = True

@@ -8,6 +8,7 @@ import pytest
 
 from app.learner.config import LearnerSettings
 from app.learner.parallel.follow import follow
+from app.learner.parallel.messages import Loading
 from app.learner.parallel.ranks import Alone, Command
 from app.protocol.errors import Unavailable
 from app.protocol.job import JobSpec
@@ -45,7 +46,7 @@ def settings(tmp_path: Path) -> LearnerSettings:
 
 
 def load(spec: JobSpec) -> Command:
-    return Command("load", spec.model_dump_json().encode())
+    return Command("load", Loading(spec=spec, revision=None).model_dump_json().encode())
 
 
 END = Command("end")

@@ -48,6 +48,18 @@ def test_only_what_the_hub_s_library_has_fetched_at_a_commit_is_from_the_hub(nam
     assert hub_ref(name, Path(folder)) == (HubRef(repo=name, revision=SHA) if found else None)
 
 
+def test_a_learner_that_starts_again_loads_the_commit_that_the_job_began_with(served: Path, tmp_path: Path):
+    hub = HubServer(served)
+    with hub as endpoint:
+        began = resolve(REPO, tmp_path / "cache", endpoint=endpoint)
+        hub.main = "f" * 40
+        again = resolve(REPO, tmp_path / "elsewhere", revision=SHA, endpoint=endpoint)
+        with pytest.raises(LearnerError):
+            resolve(REPO, tmp_path / "newest", endpoint=endpoint)
+    assert began.name == again.name == SHA
+    assert files_of(again, tmp_path)
+
+
 def test_a_public_model_s_weights_are_announced_at_their_commit_and_stay_out_of_the_store(served: Path, tmp_path: Path):
     hub = HubServer(served)
     with hub as endpoint:
