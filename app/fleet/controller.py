@@ -297,6 +297,7 @@ class Controller:
                 )  # fmt: skip
                 if same:
                     lease.market_micros_h = row.micros_h
+                    self.core.told[lease.id] = self.core.clock()
             jobs = list(await session.scalars(select(Job).where(Job.status.in_(LOOPING))))
             for job in jobs:
                 job.price_events += 1

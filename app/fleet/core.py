@@ -25,6 +25,9 @@ from app.storage.models import Event, Lease, LeaseState
 from app.storage.objects import ObjectStore
 from providers.base import Provider
 
+TOLD_S = 10.0
+"""So long a price that was told counts, whatever a list says: lists lag behind, and one may have been asked before."""
+
 log = logging.getLogger("echo2")
 Topic = Literal["work", "rollouts"]
 
@@ -96,6 +99,8 @@ class Core:
     """GPU model → what was measured by hand over what its data sheet promises."""
     waits: Waits = field(default_factory=Waits)
     """What this process has counted of nodes that wait for work."""
+    told: dict[str, float] = field(default_factory=dict)
+    """Lease → when a webhook last told the price of its machine."""
     started_at: float = 0.0
     """When this process began: nobody is lost for silence while nobody listened."""
 

@@ -294,6 +294,7 @@ class Leases:
             # The GPU's start may have been seen only after the release was accepted.
             money.close(session, lease, lease.ended_at, self.core.metrics)
         lease.gpu_running = False
+        self.core.told.pop(lease.id, None)
         self.move(lease, LeaseState.RELEASED, reason)
         cost = usd(sum(money.spent(lease, self.core.clock()).values()))
         self.core.emit(

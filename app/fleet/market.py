@@ -18,7 +18,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import lives
-from app.fleet.core import Core
+from app.fleet.core import TOLD_S, Core
 from app.fleet.priced import JobView, Known
 from app.fleet.ranking import Ranking, rank
 from app.storage.models import Cooldown, Lease, SpotPrice
@@ -231,16 +231,17 @@ class Market:
         }
         offers: list[Offer] = []
         for name, shelf in shelves.items():
-            fresh = [row for row in prices if row.provider == name and row.received_at > shelf.fetched_at]
+            since = shelf.fetched_at - TOLD_S
+            fresh = [row for row in prices if row.provider == name and row.received_at > since]
             offers += [_with_spot_price(offer, fresh) for offer in shelf.offers] if fresh else shelf.offers
         return rank(offers, view, self._known(offers, cooling))
 
 
 async def _newer_prices(session: AsyncSession, fetched_at: Mapping[str, float]) -> list[SpotPrice]:
-    """What was told since the offers of these providers were read, oldest first."""
+    """What was told since the offers of these providers were read, or shortly before, oldest first."""
     if not fetched_at:
         return []
-    since = min(fetched_at.values())
+    since = min(fetched_at.values()) - TOLD_S
     query = select(SpotPrice).where(SpotPrice.received_at > since, SpotPrice.provider.in_(list(fetched_at)))
     return list(await session.scalars(query.order_by(SpotPrice.id)))
 

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import bids, increases, money, overdue
-from app.fleet.core import Core
+from app.fleet.core import TOLD_S, Core
 from app.fleet.leases import COOLDOWN_S, UNFIT_S, Leases, label_prefix
 from app.protocol.base import usd
 from app.storage.models import Job, Lease, LeaseState, Node
@@ -186,7 +186,7 @@ class Reconciler:
         now = self.core.clock()
         running = instance.phase is Phase.RUNNING
         rate = instance.compute_micros_h
-        if instance.floor_micros_h is not None:
+        if instance.floor_micros_h is not None and now - self.core.told.get(lease.id, now - TOLD_S) >= TOLD_S:
             lease.market_micros_h = instance.floor_micros_h
         if instance.ends_at is not None:
             lease.host_ends_at = instance.ends_at.timestamp()

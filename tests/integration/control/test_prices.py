@@ -5,6 +5,7 @@ from __future__ import annotations
 from app.storage.models import Event, Lease
 from tests.integration.control.fake_provider import FakeProvider, machines_of
 from tests.integration.control.rig import World
+from tests.integration.control.test_hooks import tell
 
 
 async def told(control: World, job_id: str, kind: str) -> list[Event]:
@@ -40,6 +41,23 @@ async def test_a_bid_follows_the_floor_that_the_list_shows(control: World, provi
     lease = await lease_of(control, "m1")
     assert lease.rate_micros_h == lease.agreed_micros_h == 172_500
     assert provider.live_machines() == ["m1"]
+
+
+async def test_a_floor_that_was_told_counts_for_a_while_whatever_the_list_says(
+    control: World, provider: FakeProvider
+) -> None:
+    job_id = await bidding(control, provider)
+    answer = await tell(control, "0.26", machine_id="m1")
+    assert answer.status_code == 202
+    told_at = control.clock()
+    assert len(await told(control, job_id, "bid_raised")) == 1
+    raised = provider.bids[-1]
+    while control.clock() - told_at < 8:
+        await control.round(2)
+    assert provider.bids[-1] == raised, "its list still shows the old floor"
+    await control.round(4)
+    await control.round(1)
+    assert provider.bids[-1] != raised, "that was a false alarm"
 
 
 async def test_no_bid_goes_above_the_users_cap(control: World, provider: FakeProvider) -> None:
