@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
 from app.storage.models import Event, Lease
 from tests.integration.control.fake_provider import FakeProvider, machines_of
 from tests.integration.control.rig import World
 from tests.integration.control.test_hooks import tell
+
+OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 
 
 async def told(control: World, job_id: str, kind: str) -> list[Event]:
@@ -44,20 +49,17 @@ async def test_a_bid_follows_the_floor_that_the_list_shows(control: World, provi
 
 
 async def test_a_floor_that_was_told_counts_for_a_while_whatever_the_list_says(
-    control: World, provider: FakeProvider
+    open_world: OpenWorld, provider: FakeProvider
 ) -> None:
-    job_id = await bidding(control, provider)
-    answer = await tell(control, "0.26", machine_id="m1")
-    assert answer.status_code == 202
-    told_at = control.clock()
-    assert len(await told(control, job_id, "bid_raised")) == 1
-    raised = provider.bids[-1]
-    while control.clock() - told_at < 8:
-        await control.round(2)
-    assert provider.bids[-1] == raised, "its list still shows the old floor"
-    await control.round(4)
-    await control.round(1)
-    assert provider.bids[-1] != raised, "that was a false alarm"
+    async with open_world(reconcile_seconds=1) as control:
+        await bidding(control, provider)
+        assert (await tell(control, "0.225", machine_id="m1")).status_code == 202
+        for _ in range(4):
+            await control.round(2)
+            assert (await lease_of(control, "m1")).market_micros_h == 225_000, "its list still shows the old floor"
+        assert provider.bids == [("1", 258_750)]
+        await control.round(4)
+        assert (await lease_of(control, "m1")).market_micros_h == 200_000, "that was a false alarm"
 
 
 async def test_no_bid_goes_above_the_users_cap(control: World, provider: FakeProvider) -> None:
