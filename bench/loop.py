@@ -141,8 +141,8 @@ def figures(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 if the job did not succeed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--warm", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=170)
+    parser.add_argument("--warm", type=int, default=100)
     parser.add_argument("--staleness", type=int, default=3)
     parser.add_argument("--speed", type=float, default=0.25)
     parser.add_argument("--prompts", type=int, default=32)
