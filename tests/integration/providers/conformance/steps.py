@@ -5,11 +5,16 @@ Invariant: a step that waits polls with a deadline, and "gone" means that both r
 
 from __future__ import annotations
 
+import os
+
 from providers.base import Instance, Offer, Phase, Provider, RentResult
 
 from .harness import Harness, until
 
-LABEL = "echo2:conf:lease:1"
+FLEET = f"conf{os.getpid()}"
+"""Of this process alone: static machines all run here, and an instance's id follows from its label."""
+LABEL = f"echo2:{FLEET}:lease:1"
+OTHER = f"echo2:{FLEET}:lease:2"
 GONE_PHASES = (Phase.PAUSED, Phase.FAILED, Phase.TERMINATING)
 
 

@@ -23,7 +23,7 @@ from providers.base import (
 )
 
 from .harness import UNKNOWN_GPU, Harness, until
-from .steps import GONE_PHASES, LABEL, attempt, found, gone, labelled, offers, rented
+from .steps import GONE_PHASES, LABEL, OTHER, attempt, found, gone, labelled, offers, rented
 
 # search
 
@@ -92,7 +92,7 @@ async def test_a_refused_create_leaves_nothing(h: Harness) -> None:
         await h.provider.release(result.doomed_id)
     assert await labelled(h.provider) == []
     assert await h.creates() == 1
-    await rented(h, "echo2:conf:lease:2")
+    await rented(h, OTHER)
 
 
 async def test_a_create_with_a_lost_answer_is_one_request_and_is_found_by_its_label(h: Harness) -> None:
@@ -116,7 +116,7 @@ async def test_a_create_that_never_arrived_is_one_request_and_proved_absent(h: H
 
 
 async def test_two_rents_at_once_are_two_machines_under_their_labels(h: Harness) -> None:
-    wanted = dict(zip(("echo2:conf:a:1", "echo2:conf:b:1"), await offers(h), strict=False))
+    wanted = dict(zip((LABEL, OTHER), await offers(h), strict=False))
     results = await asyncio.gather(*(h.provider.rent(o, h.spec(o, label)) for label, o in wanted.items()))
     ids = [result.instance_id for result in results]
     assert None not in ids
@@ -129,7 +129,7 @@ async def test_two_rents_at_once_are_two_machines_under_their_labels(h: Harness)
 async def test_a_create_carries_the_intent_s_token(h: Harness) -> None:
     assert h.provider.caps.idempotency_key
     await rented(h, LABEL)
-    await rented(h, "echo2:conf:lease:2")
+    await rented(h, OTHER)
     tokens = await h.create_tokens()
     assert len(tokens) == 2
     assert all(tokens)

@@ -21,7 +21,7 @@ from providers.base import (
 )
 
 from .harness import Harness
-from .steps import LABEL, attempt, found, gone, rented
+from .steps import LABEL, OTHER, attempt, found, gone, rented
 
 # listing
 
@@ -75,7 +75,7 @@ async def test_the_key_shows_up_nowhere(h: Harness, caplog: pytest.LogCaptureFix
         except ProviderError as error:
             told += [error.raw, *traceback.format_exception(error)]
     await h.lose_next_create(created=False)
-    lost = (await attempt(h, "echo2:conf:lease:2")).error
+    lost = (await attempt(h, OTHER)).error
     assert lost is not None
     told += [repr(lost), lost.raw, *traceback.format_exception(lost)]
     try:
