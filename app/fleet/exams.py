@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 import pyarrow as pa
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import admission, failures, heldout, scores
@@ -117,10 +117,12 @@ class Exams:
     @staticmethod
     async def held(session: AsyncSession, node: Node) -> int:
         """Answers that a node has still to give."""
-        query = select(func.sum(ExamItem.samples)).where(
-            ExamItem.node_id == node.id, ExamItem.status == ItemStatus.LEASED
-        )
-        return int(await session.scalar(query) or 0)
+        return await _leased(session, ExamItem.node_id == node.id)
+
+    @staticmethod
+    async def under_way(session: AsyncSession, job: Job) -> int:
+        """Answers that all nodes together have still to give."""
+        return await _leased(session, ExamItem.job_id == job.id)
 
     async def accept(
         self,
@@ -164,9 +166,12 @@ class Exams:
     async def settle(self, session: AsyncSession, job: Job, audits: Iterable[Audit]) -> bool:
         """What the learner found of answers that it computed again. Whether some of them are asked again."""
         back = False
-        for audit in audits:
-            item = await session.get(ExamItem, audit.work_item) if is_exam(audit.work_item) else None
-            if item is None or item.job_id != job.id or item.trajectory_seq is None or item.node_id != audit.node_id:
+        told = [audit for audit in audits if is_exam(audit.work_item)]
+        query = select(ExamItem).where(ExamItem.id.in_([audit.work_item for audit in told]), ExamItem.job_id == job.id)
+        items = {item.id: item for item in await session.scalars(query)}
+        for audit in told:
+            item = items.get(audit.work_item)
+            if item is None or item.trajectory_seq is None or item.node_id != audit.node_id:
                 continue
             item.trajectory_seq = None
             if not audit.clean:
@@ -218,11 +223,16 @@ class Exams:
 
     async def _close(self, session: AsyncSession, job: Job, *, overtaken: bool = False) -> None:
         """End the open exam if it is answered, or overtaken by the next."""
-        items = list(await session.scalars(select(ExamItem).where(ExamItem.job_id == job.id)))
+        mine = ExamItem.job_id == job.id
+        unanswered = mine & ExamItem.status.in_([ItemStatus.PENDING, ItemStatus.LEASED])
+        open_ = select(ExamItem.id).where(unanswered | (mine & ExamItem.trajectory_seq.is_not(None))).limit(1)
+        if not overtaken and await session.scalar(open_):
+            return
+        items = list(await session.scalars(select(ExamItem).where(mine)))
+        if not items:
+            return
         answered = [i for i in items if i.status == ItemStatus.ACCEPTED and i.trajectory_seq is None]
         dropped = sum(i.status == ItemStatus.DROPPED for i in items)
-        if not items or (len(answered) + dropped < len(items) and not overtaken):
-            return
         step = items[0].step
         sampled = [i.rewards for i in answered if not i.greedy]
         if sampled and len(answered) >= WORTH * len(items):
@@ -258,6 +268,11 @@ class Exams:
             f"held-out reward of v{step}{newest} by the fleet: {found.reward:.4f}{many}{greedy} over {found.prompts} "
             "prompts",
         )  # fmt: skip
+
+
+async def _leased(session: AsyncSession, whose: ColumnElement[bool]) -> int:
+    query = select(func.sum(ExamItem.samples)).where(whose, ExamItem.status == ItemStatus.LEASED)
+    return int(await session.scalar(query) or 0)
 
 
 async def at_work(session: AsyncSession, job: Job) -> set[str]:

@@ -56,10 +56,11 @@ def due(version: int, every: int, last: int) -> bool:
     return version > 0 and version // every > last // every
 
 
-def goes_first(waited_s: float, period_s: float) -> bool:
+def goes_first(waited_s: float, period_s: float, *, ready: int, prompts: int, answers: int, rollouts: int) -> bool:
     """Whether held-out prompts are handed out before training prompts.
 
-    At first they get what admission leaves idle; once they have waited for two publish periods, their version is nearly
-    gone from the nodes.
+    At first they get what admission leaves idle. Once they have waited for two publish periods, their version is nearly
+    gone from the nodes: they go first while the learner has a batch of `prompts` groups `ready`, and otherwise are a
+    quarter of what is under way (`answers` to them, `rollouts` to train on), so that it does not wait for them.
     """
-    return waited_s > 2 * period_s
+    return waited_s > 2 * period_s and (ready >= prompts or 3 * answers <= rollouts)

@@ -168,8 +168,7 @@ class Work(HandBack):
     ) -> list[WorkItemMessage]:
         """Held-out prompts, when the node would be idle otherwise or when they have waited for long."""
         waiting = await self._exam_waits(session, job, node, request)
-        period_s = (job.t_train or 1.0) * job.publish_period
-        if waiting is None or not (idle or scores.goes_first(waiting, period_s)):
+        if waiting is None or not (idle or await self._exam_first(session, job, waiting)):
             return []
         share = min(request.max_items, self._share(job, node))
         room = await self._room(session, job, node)
@@ -177,6 +176,19 @@ class Work(HandBack):
             return []
         share = share if room is None else min(share, room)
         return await self.exams.take(session, job, node, request.policy_version, share)
+
+    async def _exam_first(self, session: AsyncSession, job: Job, waited_s: float) -> bool:
+        under_way = WorkItem.status.in_([ItemStatus.LEASED, ItemStatus.ACCEPTED])
+        query = select(WorkItem.status, func.count()).where(WorkItem.job_id == job.id, under_way)
+        query = query.group_by(WorkItem.status)
+        counts = {status: int(n) for status, n in (await session.execute(query)).tuples()}
+        batch = job.spec["batch"]
+        return scores.goes_first(
+            waited_s, (job.t_train or 1.0) * job.publish_period,
+            ready=counts.get(ItemStatus.ACCEPTED, 0), prompts=batch["prompts"],
+            answers=await self.exams.under_way(session, job),
+            rollouts=counts.get(ItemStatus.LEASED, 0) * int(batch["group_size"]),
+        )  # fmt: skip
 
     async def expire(self, session: AsyncSession, job: Job) -> int:
         """Leases past their deadline: the work is pending again. Returns how many groups."""

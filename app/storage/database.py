@@ -24,6 +24,9 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 WRITE_LOCK = 0x6563686F32
 """PostgreSQL advisory lock of writers ("echo2"): what BEGIN IMMEDIATE is to SQLite."""
 
+POOL = 16
+"""Connections that are kept; ten more for a moment."""
+
 
 def async_url(url: str) -> str:
     """The URL with its asynchronous driver: `postgresql://` → asyncpg, `sqlite://` → aiosqlite."""
@@ -38,7 +41,8 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = async_url(url)
         self.sqlite = self.url.startswith("sqlite")
-        options: dict[str, Any] = {"pool_pre_ping": True} if not self.sqlite else {}
+        # A connection to SQLite is a thread and a handful of pragmas: one that long polls share is kept, not made anew.
+        options: dict[str, Any] = {"pool_size": POOL} if self.sqlite else {"pool_pre_ping": True, "pool_size": POOL}
         self._engine = create_async_engine(self.url, **options)
         self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
         self._claim = Claim(self._engine)

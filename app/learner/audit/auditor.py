@@ -184,7 +184,7 @@ class Auditor:
                 self._changed.wait_for(lambda: self._queue or self._unread or self._stopped, 60)
                 if self._stopped:
                     return
-                tasks = [self._queue.popleft() for _ in range(min(AT_ONCE, len(self._queue)))]
+                tasks = self._next()
                 unread, self._unread = self._unread[:AT_ONCE], self._unread[AT_ONCE:]
                 self._busy = bool(tasks or unread)
             try:
@@ -205,6 +205,14 @@ class Auditor:
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
+
+    def _next(self) -> list[_Task]:
+        """Some that are due, under the lock: first what the learner may be waiting for, last answers to held-out
+        prompts."""
+        tasks = sorted(self._queue, key=lambda task: (bool(task.heldout), not task.first))[:AT_ONCE]
+        taken = {id(task) for task in tasks}
+        self._queue = deque(task for task in self._queue if id(task) not in taken)
+        return tasks
 
     def _audit(self, tasks: list[_Task]) -> None:
         """Compute some groups again, release those that are good, tell, and do what follows for the others."""

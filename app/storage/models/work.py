@@ -79,6 +79,8 @@ class Trajectory(Base):
     """An accepted file."""
 
     __tablename__ = "trajectories"
+    # Learners ask for what is above the last number that they saw: one that was removed must not come again.
+    __table_args__ = ({"sqlite_autoincrement": True},)
     seq: Mapped[int] = mapped_column(BigId, primary_key=True, autoincrement=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
     node_id: Mapped[str]

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from app.protocol.learner import TrajectoryRef
+from app.protocol.trajectory import encode
 from app.protocol.work import WorkItem
 from app.storage.models import ExamItem, Trajectory
 from tests.integration.control.conftest import BOTH
@@ -102,6 +103,24 @@ async def test_answers_of_a_node_on_probation_count_once_the_learner_has_compute
     assert control.svc.core.objects.head(left.key) is None
     row = await control.node_row(node.id)
     assert (row.audits, row.audits_passed) == (len(audits), 0), "probation ends with groups that are trained on"
+
+
+@BOTH
+async def test_a_file_that_comes_after_answers_were_removed_is_one_that_the_learner_has_not_seen(
+    control: World,
+) -> None:
+    _, learner, (node,) = await started(control)
+    groups, place = await node.work(1)
+    await answered(node, {0, 1})
+    page = await learner.page()
+    refs = [ref for ref in map(TrajectoryRef.model_validate, page["items"]) if ref.heldout]
+    await tell(learner, *good(node, refs))
+    assert await files(control) == [], "the newest files are gone"
+    data = encode(node.rollouts(groups))
+    await node.put(place, data)
+    await node.commit(place, data, [i.id for i in groups])
+    news = await learner.page(after=page["cursor"])
+    assert [i for ref in news["items"] for i in ref["work_items"]] == [i.id for i in groups] != []
 
 
 @pytest.mark.parametrize("fault", ["reward", "version", "greedy"])

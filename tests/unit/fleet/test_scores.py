@@ -52,6 +52,18 @@ def test_the_first_version_at_or_after_each_multiple_is_evaluated(
     assert due(version, every, last) is expected
 
 
-def test_held_out_prompts_get_what_is_idle_until_their_version_is_nearly_gone() -> None:
-    assert not goes_first(19.0, 10.0)
-    assert goes_first(21.0, 10.0)
+@pytest.mark.parametrize(
+    ("waited", "ready", "answers", "rollouts", "first"),
+    [
+        (19.0, 64, 0, 500, False),  # what is idle is theirs, and no more yet
+        (21.0, 32, 900, 0, True),  # the learner has a batch
+        (21.0, 31, 0, 0, True),
+        (21.0, 31, 100, 300, True),  # of what is under way they are a quarter
+        (21.0, 31, 101, 300, False),
+        (2100.0, 0, 1, 0, False),
+    ],
+)
+def test_held_out_prompts_go_first_when_their_version_is_nearly_gone_but_the_learner_does_not_wait_for_them(
+    waited: float, ready: int, answers: int, rollouts: int, first: bool
+) -> None:
+    assert goes_first(waited, 10.0, ready=ready, prompts=32, answers=answers, rollouts=rollouts) is first

@@ -122,6 +122,20 @@ def test_on_probation_a_group_waits_for_its_audit_and_then_no_more(rig: Rig):
     assert rig.auditor.metrics()["audits_passed"] == 2
 
 
+def test_what_the_learner_may_wait_for_is_computed_before_answers_to_held_out_prompts():
+    rig = Rig(probation=2)
+    answers = groups(*(f"answer {n:02}" for n in range(40)))
+    ref = TrajectoryRef(seq=1, key="k", size=1, blake3="", node_id="n", work_items=[], heldout=True)
+    for answer in answers[:39]:
+        rig.auditor.examine(answer, ref)
+    rig.receive(*groups("a", "b"))
+    rig.auditor.examine(answers[39], ref)
+    rig.auditor.start()
+    rig.settled()
+    rig.auditor.stop()
+    assert [name for name, _ in rig.told] == ["a", "b", *(a.work_item for a in answers)]
+
+
 def test_nothing_of_a_liar_is_trained_on_and_its_work_may_come_from_others(rig: Rig):
     rig.rewards.wrong = {"a"}
     rig.court.held = {"n": ["a", "b"]}
