@@ -11,10 +11,10 @@ import tempfile
 import threading
 import time
 import uuid
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-import uvicorn
 from blake3 import blake3
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -31,6 +31,7 @@ from app.snapshots.manifest import verify
 from app.storage.stores import FolderStore
 from app.tasks.prompts import decode, encode_prompt
 from app.tasks.registry import load_task
+from tests.integration.learner.served import served
 
 JOB, TOKEN = "job-1", "learner-token"
 
@@ -239,42 +240,26 @@ def problem(status: int, code: str, detail: str) -> Response:
     return JSONResponse(body, status_code=status, media_type="application/problem+json")
 
 
-class Server:
-    """The service on a free port of loopback."""
+def serving(service: FakeService) -> AbstractContextManager[str]:
+    """The service on a free port of loopback; its URL."""
 
-    def __init__(self, service: FakeService) -> None:
-        async def post(request: Request) -> Response:
-            body = await request.json()
-            epoch = request.headers.get("Echo2-Epoch")
-            if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-                return problem(401, "unauthorized", "who?")
-            return await run_in_threadpool(service.call, request.path_params["name"], body, epoch, {})
+    async def post(request: Request) -> Response:
+        body = await request.json()
+        epoch = request.headers.get("Echo2-Epoch")
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return problem(401, "unauthorized", "who?")
+        return await run_in_threadpool(service.call, request.path_params["name"], body, epoch, {})
 
-        async def get(request: Request) -> Response:
-            if request.headers.get("Echo2-Epoch") != str(service.epoch):
-                return problem(409, "conflict", "not the newest")
-            return await run_in_threadpool(service.trajectories, int(request.query_params["after"]))
+    async def get(request: Request) -> Response:
+        if request.headers.get("Echo2-Epoch") != str(service.epoch):
+            return problem(409, "conflict", "not the newest")
+        return await run_in_threadpool(service.trajectories, int(request.query_params["after"]))
 
-        base = f"/v1/jobs/{JOB}/learner"
-        app = Starlette(
-            routes=[
-                Route(f"{base}/trajectories", get, methods=["GET"]),
-                Route(f"{base}/{{name}}", post, methods=["POST"]),
-            ]
-        )
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        deadline = time.monotonic() + 20
-        while not self._server.started:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(20)
+    base = f"/v1/jobs/{JOB}/learner"
+    app = Starlette(
+        routes=[
+            Route(f"{base}/trajectories", get, methods=["GET"]),
+            Route(f"{base}/{{name}}", post, methods=["POST"]),
+        ]
+    )
+    return served(app)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-import time
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -30,16 +27,13 @@ class HubServer:
         self.anonymous: list[str] = []
         """Requests without a token: method and path."""
         api = f"/api/models/{REPO}"
-        app = Starlette(
+        self.app = Starlette(
             routes=[
                 Route(f"{api}/revision/{{name}}", self._info),
                 Route(f"{api}/tree/{SHA}", self._tree),
                 Route(f"/{REPO}/resolve/{SHA}/{{name}}", self._file, methods=["GET", "HEAD"]),
             ]
         )
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def _refusal(self, request: Request) -> Response | None:
         if "authorization" not in request.headers:
@@ -69,16 +63,3 @@ class HubServer:
 
     def _oid(self, path: Path) -> str:
         return hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        deadline = time.monotonic() + 20
-        while not self._server.started:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(20)

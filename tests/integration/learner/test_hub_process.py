@@ -14,8 +14,9 @@ from starlette.responses import JSONResponse, Response
 from app.learner.tiny import tiny_model
 from app.protocol.job import JobSpec
 from app.storage.stores import FolderStore
-from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, Server
+from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, serving
 from tests.integration.learner.hub_server import REPO, SHA, HubServer
+from tests.integration.learner.served import served
 from tests.integration.learner.test_learner_process import CACHE, spec
 
 WEIGHTS = f"jobs/{JOB}/model/model.safetensors"
@@ -48,7 +49,7 @@ def lora_job() -> JobSpec:
 def learning(tmp_path: Path, hub: HubServer, token: str) -> Iterator[Idle]:
     """A learner that has come to `ready`; aborted at the end."""
     service = Idle(lora_job(), FolderStore(tmp_path / "objects"), tiny_model(CACHE))
-    with hub as endpoint, Server(service) as url, (tmp_path / "log").open("w") as log:
+    with served(hub.app) as endpoint, serving(service) as url, (tmp_path / "log").open("w") as log:
         env = {
             **os.environ,
             "ECHO2_CONTROL_URL": url,

@@ -21,7 +21,7 @@ from app.learner.tiny import tiny_model
 from app.protocol.job import JobSpec
 from app.snapshots.manifest import Probe
 from app.storage.stores import FolderStore
-from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, Server
+from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, serving
 
 CACHE = Path(__file__).parents[3] / ".echo2" / "test-cache"
 
@@ -99,7 +99,7 @@ def spawn(tmp_path: Path, url: str, log: str) -> subprocess.Popen:
 
 def test_a_whole_job(tmp_path: Path):
     service = service_for(tmp_path, spec())
-    with Server(service) as url:
+    with serving(service) as url:
         assert run(settings(tmp_path, url)) == 0
     assert sorted(service.steps) == [1, 2, 3, 4]
     used = [w for s in service.steps.values() for w in s["trained"]]
@@ -168,7 +168,7 @@ def check_probe(probe: Probe | None, model) -> None:
 @pytest.mark.parametrize("rewards", ["learner", "both"])
 def test_a_job_whose_rewards_the_learner_computes(tmp_path: Path, rewards: str):
     service = service_for(tmp_path, spec(rewards=rewards, stop={"steps": 2}))
-    with Server(service) as url:
+    with serving(service) as url:
         assert run(settings(tmp_path, url)) == 0
     # With `learner` nodes hand in 0; the model gets about one answer in five right.
     assert 0 < sum(s["reward"] for s in service.steps.values()) < 2
@@ -178,7 +178,7 @@ def test_a_job_whose_rewards_the_learner_computes(tmp_path: Path, rewards: str):
 @pytest.mark.timeout(400)
 def test_a_killed_learner_goes_on_where_its_checkpoint_was(tmp_path: Path):
     service = service_for(tmp_path, spec(stop={"steps": 9}))
-    with Server(service) as url:
+    with serving(service) as url:
         first = spawn(tmp_path, url, "first.log")
         try:
             service.wait(lambda: max(service.steps, default=0) >= 3 and max(v for v, _ in service.published) >= 2, 150)
@@ -208,7 +208,7 @@ def test_a_killed_learner_goes_on_where_its_checkpoint_was(tmp_path: Path):
 
 def test_a_damaged_checkpoint_costs_steps_but_no_version_is_published_twice(tmp_path: Path):
     service = service_for(tmp_path, spec())
-    with Server(service) as url:
+    with serving(service) as url:
         assert run(settings(tmp_path, url)) == 0
         first = list(service.published)
         manifest = service.store.get(f"jobs/{JOB}/snapshots/4/manifest.json")
@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_costs_steps_but_no_version_is_published_twice(tmp_
 
 def test_a_learner_on_another_machine_goes_on_from_the_object_store(tmp_path: Path):
     service = service_for(tmp_path, spec())
-    with Server(service) as url:
+    with serving(service) as url:
         assert run(settings(tmp_path, url)) == 0
         shutil.rmtree(tmp_path / "learners")
         service.spec = spec(stop={"steps": 6}, learner={"final": "best"})
@@ -246,7 +246,7 @@ def test_a_learner_on_another_machine_goes_on_from_the_object_store(tmp_path: Pa
 def test_reports_survive_a_service_that_is_away(tmp_path: Path):
     """Steps go on while `/steps` is refused; killed then, the next process hands in what was in the checkpoint."""
     service = service_for(tmp_path, spec(stop={"steps": 6}))
-    with Server(service) as url:
+    with serving(service) as url:
         service.refuse_steps = True
         first = spawn(tmp_path, url, "first.log")
         checkpoint = tmp_path / "learners" / JOB / "checkpoints" / "000000002" / "COMMIT"
@@ -275,7 +275,7 @@ def test_reports_survive_a_service_that_is_away(tmp_path: Path):
 def test_what_only_loading_shows_fails_before_ready(tmp_path: Path, changes: dict, says: str):
     service = service_for(tmp_path, spec())
     service.spec = spec(**changes)
-    with Server(service) as url:
+    with serving(service) as url:
         assert run(settings(tmp_path, url)) == 1
     assert service.ready == []
     assert service.published == []
@@ -288,7 +288,7 @@ def test_a_lost_checkpoint_is_not_a_fresh_start(tmp_path: Path):
     service = service_for(tmp_path, spec())
     service.published = [(2, True)]
     service.steps = {1: {"trained": [], "dropped": []}}
-    with Server(service) as url:
+    with serving(service) as url:
         assert run(settings(tmp_path, url)) == 1
     assert service.done is not None
     assert "holds no checkpoint" in service.done["reason"]
@@ -296,7 +296,7 @@ def test_a_lost_checkpoint_is_not_a_fresh_start(tmp_path: Path):
 
 def test_a_replaced_learner_ends_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     service = service_for(tmp_path, spec(stop={"steps": 1000}))
-    with Server(service) as url, Background(tmp_path, url) as learner:
+    with serving(service) as url, Background(tmp_path, url) as learner:
         service.wait(lambda: len(service.steps) >= 1)
         with service.lock:
             service.epoch += 1
@@ -308,7 +308,7 @@ def test_a_replaced_learner_ends_without_a_word(tmp_path: Path, caplog: pytest.L
 def test_finish_saves_the_model(tmp_path: Path):
     service = service_for(tmp_path, spec(stop={"steps": 1000}))
     service.command = "finish"
-    with Server(service) as url:
+    with serving(service) as url:
         assert run(settings(tmp_path, url)) == 0
     assert service.done is not None
     assert (service.done["status"], service.done["reason"]) == ("finished", "said so")
@@ -326,7 +326,7 @@ def test_a_wrong_setting_is_one_line(tmp_path: Path):
 
 def test_the_relay_serves_the_version_to_token_holders_and_abort_ends_without_a_word(tmp_path: Path):
     service = service_for(tmp_path, spec(stop={"steps": 1000}))
-    with Server(service) as url, Background(tmp_path, url) as learner:
+    with serving(service) as url, Background(tmp_path, url) as learner:
         service.wait(lambda: len(service.ready) == 1)
         link = f"{service.relay_url}/snapshots/next?after=-1&wait_s=0"
         assert httpx.get(link, timeout=10).status_code == 401

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from app.learner.process import run
 from app.learner.tiny import tiny_model
-from tests.integration.learner.fake_control import JOB, TOKEN, Server
+from tests.integration.learner.fake_control import JOB, TOKEN, serving
 from tests.integration.learner.test_learner_process import CACHE, service_for, settings, spec
 from tests.integration.learner.test_parallel import TOP, torchrun
 
@@ -36,7 +36,7 @@ def ranks_of(process: subprocess.Popen) -> dict[int, psutil.Process]:
 @pytest.mark.timeout(180)
 def test_a_whole_job_on_two_ranks(tmp_path: Path):
     service = service_for(tmp_path, spec(stop={"steps": 3}, learner={"packing": True}, snapshot={"keyframe_every": 1}))
-    with Server(service) as url:
+    with serving(service) as url:
         process = spawn(tmp_path, url, "job.log")
         try:
             assert process.wait(150) == 0, (tmp_path / "job.log").read_text()[-5000:]
@@ -57,7 +57,7 @@ def test_a_whole_job_on_two_ranks(tmp_path: Path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_ends_all_and_one_process_goes_on_from_their_checkpoint(tmp_path: Path, victim: int):
     service = service_for(tmp_path, spec(stop={"steps": 7}, snapshot={"keyframe_every": 1}))
-    with Server(service) as url:
+    with serving(service) as url:
         process = spawn(tmp_path, url, "job.log")
         try:
             service.wait(lambda: max(service.steps, default=0) >= 3 and max(v for v, _ in service.published) >= 2, 150)
