@@ -12,6 +12,7 @@ from app.learner.model import resolve
 from app.protocol.errors import LearnerError
 from app.protocol.hub import HubRef
 from tests.integration.learner.hub_server import REPO, SHA, HubServer
+from tests.integration.learner.served import served as serve
 
 REF = HubRef(repo=REPO, revision=SHA)
 
@@ -50,7 +51,7 @@ def test_only_what_the_hub_s_library_has_fetched_at_a_commit_is_from_the_hub(nam
 
 def test_a_learner_that_starts_again_loads_the_commit_that_the_job_began_with(served: Path, tmp_path: Path):
     hub = HubServer(served)
-    with hub as endpoint:
+    with serve(hub.app) as endpoint:
         began = resolve(REPO, tmp_path / "cache", endpoint=endpoint)
         hub.main = "f" * 40
         again = resolve(REPO, tmp_path / "elsewhere", revision=SHA, endpoint=endpoint)
@@ -62,7 +63,7 @@ def test_a_learner_that_starts_again_loads_the_commit_that_the_job_began_with(se
 
 def test_a_public_model_s_weights_are_announced_at_their_commit_and_stay_out_of_the_store(served: Path, tmp_path: Path):
     hub = HubServer(served)
-    with hub as endpoint:
+    with serve(hub.app) as endpoint:
         folder = resolve(REPO, tmp_path / "cache", endpoint=endpoint)
         files = files_of(folder, tmp_path)
         found = plan(REPO, folder, files, endpoint=endpoint)
@@ -80,7 +81,7 @@ def test_what_the_hub_does_not_give_to_anybody_goes_into_the_store(
     served: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     hub = HubServer(served)
-    with hub as endpoint:
+    with serve(hub.app) as endpoint:
         folder = resolve(REPO, tmp_path / "cache", endpoint=endpoint)
         files = files_of(folder, tmp_path)
         hub.token = "hf_secret"
@@ -101,7 +102,7 @@ def test_what_the_hub_does_not_give_to_anybody_goes_into_the_store(
 
 def test_the_hub_is_not_asked_for_a_model_without_such_files(tmp_path: Path, served: Path):
     hub = HubServer(served)
-    with hub as endpoint:
+    with serve(hub.app) as endpoint:
         folder = resolve(REPO, tmp_path / "cache", endpoint=endpoint)
         asked = len(hub.anonymous)
         small = [p for p in folder.iterdir() if p.suffix == ".json"]
