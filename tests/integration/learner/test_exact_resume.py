@@ -24,7 +24,7 @@ from app.storage.stores import FolderStore
 from app.tasks.base import Task
 from app.tasks.prompts import encode_prompt
 from app.tasks.registry import load_task
-from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, Server
+from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, serving
 from tests.integration.learner.test_learner_process import CACHE
 from tests.integration.learner.zygote import Zygote
 
@@ -148,7 +148,7 @@ def outcome(folder: Path) -> tuple[str, str]:
 
 def run_wild(zygote: Zygote, service: StockService, folder: Path, rng: random.Random) -> None:
     """Kill it ten times, then let it end."""
-    with Server(service) as url:
+    with serving(service) as url:
         for _ in range(KILLS):
             pid = start(zygote, folder, url)
             kill_later(service, zygote, pid, rng.choice([None, 0, 1, 2, 3]), rng.uniform(0, 0.2))
@@ -167,7 +167,7 @@ def test_ten_kills_change_nothing(tmp_path: Path) -> None:
     calm = StockService(FolderStore(tmp_path / "calm" / "objects"), files)
     wild = StockService(FolderStore(tmp_path / "wild" / "objects"), files)
     zygote = Zygote(CACHE)
-    with closing(zygote), Server(calm) as url:
+    with closing(zygote), serving(calm) as url:
         finish(zygote, tmp_path / "calm", url)
         run_wild(zygote, wild, tmp_path / "wild", rng)
     assert wild.epoch == KILLS + 1

@@ -12,7 +12,7 @@ from app.learner.tiny import tiny_model
 from app.protocol.task_spec import TaskSpec
 from app.storage.stores import FolderStore
 from app.tasks.files import TaskIntake, fetch_files
-from tests.integration.learner.fake_control import JOB, FakeService, Server
+from tests.integration.learner.fake_control import JOB, FakeService, serving
 from tests.integration.learner.test_learner_process import CACHE, spec
 from tests.integration.learner.test_ranks_process import ranks_of, spawn
 
@@ -58,7 +58,7 @@ def run_job(tmp_path: Path, task: dict[str, Any]) -> tuple[FakeService, dict[int
     job = spec(task=taken.model_dump(), stop={"steps": 2}, snapshot={"keyframe_every": 1}, sampling={"max_tokens": 24})
     folder = fetch_files(store.get_file, JOB, taken, tmp_path / "fleet")
     service = FakeService(job, store, tiny_model(CACHE), folder)
-    with Server(service) as url:
+    with serving(service) as url:
         process = spawn(tmp_path, url, "job.log")
         try:
             service.wait(lambda: len(service.evals) > 0, 120)
