@@ -45,6 +45,9 @@ async def create_key(body: NewKey, request: Request, who: AdminDep, svc: Service
             session.add(row)
         elif (before.name, before.admin) != (body.name, body.admin):
             raise Conflict("this Idempotency-Key was used for another request; use a new one")
+        elif before.revoked_at is not None:
+            # The same secret would come again, and is refused everywhere.
+            raise Conflict("the key that was made with this Idempotency-Key is revoked; use a new one for another key")
     row = before or row
     return {"id": row.id, "name": row.name, "admin": row.admin, "key": key}
 

@@ -36,7 +36,8 @@ T = TypeVar("T")
 PUBLISH_LAG_S = 2.0
 """So long may the learner's word of a version come after the version itself reached a node."""
 REFUSED_TOLERATED = 20
-"""A node whose files are refused, or whose leases run out, this often in a row is given up by the controller."""
+"""A node whose files are refused, whose leases run out, or that reports failures this often in a row is given up by the
+controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class Commits:
                 session, job, node, answers, lambda: self._new_file(session, job, node_id, request)
             )
             node.rollouts_delivered += sum(len(answers[name][1]) for name in taken)
+            node.files_refused = 0 if taken else node.files_refused
         if doubted:
             self.core.announce(job.id, "rollouts")
         else:

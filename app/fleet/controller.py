@@ -167,7 +167,7 @@ class Controller:
         decision, held = weighed.decision, {x.id: x for x in seen.leases}
         if why != "tick":
             self._tell_rerank(session, seen, ranked, decision, why)
-        spare = self.spending.spare(seen)
+        spare = self.spending.spare(seen, self.bidding.sent)
         for lease in (held[r.candidate.key] for r in weighed.running):
             if lease.id in decision.rebid:
                 before, worth = room.burn, decision.limits.get(lease.id)
@@ -226,7 +226,7 @@ class Controller:
     ) -> list[Choice]:
         """Of what is to be rented, what the money allows; what is held back is told."""
         offers = [weighed.wanted.of(c.key, decision.limits.get(c.key)) for c in decision.rent]
-        choices, left = self.spending.affordable(session, seen, offers, room)
+        choices, left = self.spending.affordable(session, seen, offers, room, self.bidding.sent)
         if decision.rent and not choices and not seen.usable:
             self.spending.cannot_pay(session, seen, offers[0])
         planned = weighed.planned + sum(min(c.mu, weighed.most) for c in choices)

@@ -196,15 +196,18 @@ class Exams:
         await self._close(session, job)
 
     async def expire(self, session: AsyncSession, job: Job) -> None:
-        """Leases past their deadline: the items are pending again."""
+        """Leases past their deadline: the items are pending again, which counts against who held them, as it does for
+        training groups: who only ever let evaluations run out would cost money for ever."""
+        over = (
+            (ExamItem.job_id == job.id)
+            & (ExamItem.status == ItemStatus.LEASED)
+            & (ExamItem.deadline_at < self.core.clock())
+        )
+        holders = select(ExamItem.node_id).where(over).distinct()
+        for node in list(await session.scalars(select(Node).where(Node.id.in_(holders)))):
+            node.files_refused += 1
         await session.execute(
-            update(ExamItem)
-            .where(
-                ExamItem.job_id == job.id,
-                ExamItem.status == ItemStatus.LEASED,
-                ExamItem.deadline_at < self.core.clock(),
-            )
-            .values(status=ItemStatus.PENDING, node_id=None, deadline_at=None)
+            update(ExamItem).where(over).values(status=ItemStatus.PENDING, node_id=None, deadline_at=None)
         )
 
     @staticmethod

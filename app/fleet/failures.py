@@ -6,13 +6,14 @@ there is one that has not tried.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 MOST = 3
 """So often a group is given up before it is dropped."""
 NODES = 2
-"""So many nodes must have failed at it, unless the job has no other: one of them may be what is wrong."""
+"""So many nodes must have failed at it, unless the job has no other: one of them may be what is wrong. A job fails only
+if so many failed at its groups: with fewer it loses the node."""
 BATCHES = 2
 """A job of which groups for so many steps were dropped like that, before any was accepted, is wrong itself."""
 
@@ -46,6 +47,12 @@ def said(failures: int, nodes: Sequence[str], detail: str) -> str:
     return f"given up {failures} times, by {len(set(nodes))} node(s), the last time: {detail}"[:500]
 
 
-def job_is_wrong(dropped: int, accepted: int, prompts: int) -> bool:
-    """Whether it is rather the job than its prompts: no group was ever accepted, and so many failed everywhere."""
-    return accepted == 0 and dropped >= BATCHES * prompts
+def named(failed_by: Iterable[Iterable[str]]) -> set[str]:
+    """The nodes that failed at any of these groups, given who did at each."""
+    return {node_id for nodes in failed_by for node_id in nodes}
+
+
+def job_is_wrong(dropped: Collection[Collection[str]], accepted: int, prompts: int) -> bool:
+    """Whether it is rather the job than its prompts or a node: no group was ever accepted, and so many failed
+    everywhere. `dropped`: who failed at each group that was given up."""
+    return accepted == 0 and len(dropped) >= BATCHES * prompts and len(named(dropped)) >= NODES

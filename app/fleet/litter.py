@@ -1,8 +1,8 @@
 """Trajectory files in the object store that nobody will read.
 
-Invariant: a file that was never accepted goes once nobody can hand it in any more; one that was accepted goes only if
-the operator has said how long rollouts are kept, and then only once its groups are trained on or dropped and lie behind
-the oldest checkpoint that a learner could go on from.
+Invariant: a file of which nothing was accepted goes once nobody can hand it in any more; one of which something was
+goes only if the operator has said how long rollouts are kept, and then only once its groups are trained on or dropped
+and lie behind the oldest checkpoint that a learner could go on from, or were all accepted anew from other files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Group:
 
 def done_with(groups: Iterable[Group], before: int | None) -> bool:
     """Whether all groups of an accepted file are over, and trained on at `before` or earlier. None: files are kept.
-    A file without a group is kept: it may be for others. Pure."""
+    Says nothing of a file without a group. Pure."""
     known = list(groups)
     return (
         before is not None and bool(known) and all(g.status in OVER and (g.trained_step or 0) <= before for g in known)
@@ -131,8 +131,13 @@ class Litter:
 
     async def _judge(self, session: AsyncSession, job: Job, keys: Sequence[str]) -> tuple[list[str], list[str]]:
         """Of these files those that go now, and those to look at again."""
-        rows = await session.execute(select(Trajectory.key, Trajectory.seq).where(Trajectory.key.in_(keys)))
-        accepted = dict(rows.tuples().all())
+        # A row without rollouts is of a file that came too late for all its groups: a file's record and what is
+        # accepted of it are written in one transaction.
+        counts = (Trajectory.rollouts > 0) | Trajectory.heldout.is_(True)
+        columns = select(Trajectory.key, Trajectory.seq, Trajectory.heldout)
+        rows = (await session.execute(columns.where(Trajectory.key.in_(keys), counts))).tuples().all()
+        accepted = {key: seq for key, seq, _ in rows}
+        heldout = {key for key, _, heldout in rows if heldout}
         begun = set(await session.scalars(select(WorkItem.partial_key).where(WorkItem.partial_key.in_(keys))))
         keep, before = self.core.settings.keep_trajectory_steps, None
         groups: Mapping[int, list[Group]] = {}
@@ -145,7 +150,8 @@ class Litter:
             mine = groups.get(accepted[key], []) if key in accepted else []
             if key in begun or (mine and not done_with(mine, before)):
                 later.append(key)
-            elif key not in accepted or mine:
+            elif key not in accepted or mine or (keep is not None and key not in heldout):
+                # One whose groups were all withdrawn and accepted from elsewhere has none that names it.
                 gone.append(key)
         return gone, later
 

@@ -159,6 +159,13 @@ def exposure_of(leases: Sequence[Lease], now: float, *, budget: int, wind_down_s
     )
 
 
+def promised(leases: Sequence[Lease], sent: Mapping[str, int]) -> int:
+    """By how much the rates of these rise, micro-dollars per hour, through bids and acceptances that are `sent` (lease
+    → rate) or agreed, and not billed yet."""
+    live = [x for x in leases if LeaseState(x.state).open and x.ended_at is None]
+    return sum(max(0, max(sent.get(x.id, 0), x.agreed_micros_h) - x.rate_micros_h) for x in live)
+
+
 def queue_s(providers: Iterable[str], each_s: Mapping[str, float]) -> float:
     """How much longer a lease lives on average when all are given back at once, because destroy calls at a provider
     go `each_s` apart. `providers`: of each lease. Pure."""

@@ -117,7 +117,7 @@ class Reconciler:
             if instance is not None:
                 await self._present(session, lease, instance, asked_at)
             elif listing.complete:
-                await self._absent(session, lease)
+                await self._absent(session, lease, asked_at)
         return strangers + [i for found in ours.values() for i in found]
 
     @staticmethod
@@ -246,22 +246,23 @@ class Reconciler:
         unfit = instance.phase is Phase.FAILED and lease.join_token_used_at is None
         await self._give_up(session, lease, why, UNFIT_S if unfit else COOLDOWN_S)
 
-    async def _absent(self, session: AsyncSession, lease: Lease) -> None:
-        now, state = self.core.clock(), LeaseState(lease.state)
+    async def _absent(self, session: AsyncSession, lease: Lease, asked_at: float) -> None:
+        """A list that was asked for at `asked_at` does not have it: of what happened since it says nothing."""
+        state = LeaseState(lease.state)
         if state is LeaseState.RELEASING:
-            if lease.ended_at is None and now - lease.created_at <= LISTING_LAG_S:
+            if lease.ended_at is None and asked_at - lease.created_at <= LISTING_LAG_S:
                 # Not destroyed yet, and too young for a listing to prove anything.
                 return
             self.leases.released(session, lease, lease.reason)
         elif state in (LeaseState.INTENT, LeaseState.UNKNOWN):
             # Other create calls may have gone first: what counts is when this one became unclear.
-            if now - lease.state_since >= self.core.settings.settle_seconds:
+            if asked_at - lease.state_since >= self.core.settings.settle_seconds:
                 self.leases.move(lease, LeaseState.REFUSED, "never appeared at the provider")
                 self.core.emit(
                     session, lease.job_id, "lease_refused", "the create call left nothing behind", lease=lease.id
                 )
                 await self.leases.cool_down(session, lease, "create call without outcome")
-        elif now - (lease.state_since if state is LeaseState.BOOTING else lease.created_at) > LISTING_LAG_S or (
+        elif asked_at - (lease.state_since if state is LeaseState.BOOTING else lease.created_at) > LISTING_LAG_S or (
             lease.gpu_since is not None
         ):
             lease.missing_lists += 1

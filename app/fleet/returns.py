@@ -2,12 +2,13 @@
 
 Invariant: what is given back is somebody else's at once; a failure counts against the group, never as a reward. A group
 that failed often enough, by different nodes if there are others, is dropped with its reason, and admission lets another
-one out in its place.
+one out in its place. It counts against the node too: one that fails at everything is given up like one whose files are
+refused.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import failures, partials, replay
@@ -39,18 +40,31 @@ async def take(core: Core, session: AsyncSession, node: Node, report: Report) ->
     if report.kind not in FAILED:
         await _give_back(session, node, items)
         return []
-    spare: list[str | None] = []
     query = select(WorkItem).where(
         WorkItem.id.in_(items), WorkItem.node_id == node.id, WorkItem.status == ItemStatus.LEASED
     )
-    for item in await session.scalars(query):
-        spare += await _fail(core, session, job, item, report)
     exam = select(ExamItem).where(
         ExamItem.id.in_(items), ExamItem.node_id == node.id, ExamItem.status == ItemStatus.LEASED
     )
-    for asked in list(await session.scalars(exam)):
+    groups, held_out = list(await session.scalars(query)), list(await session.scalars(exam))
+    if groups or held_out:
+        await _blame(session, job, node)
+    spare: list[str | None] = []
+    for item in groups:
+        spare += await _fail(core, session, job, item, report)
+    for asked in held_out:
         await Exams(core).fail(session, job, asked, f"{report.kind}: {report.detail}")
     return spare
+
+
+async def _blame(session: AsyncSession, job: Job, node: Node) -> None:
+    """A failure counts like a refused file, until something of the node is accepted. Not where nothing of the job ever
+    was and others fail as well: it may be the job, which would rent a machine for every few groups that it drops."""
+    if job.rollouts_accepted == 0:
+        query = select(WorkItem.failed_by).where(WorkItem.job_id == job.id, WorkItem.failures > 0)
+        if failures.named(await session.scalars(query)) - {node.id}:
+            return
+    node.files_refused += 1
 
 
 async def _give_back(session: AsyncSession, node: Node, items: list[str]) -> None:
@@ -80,13 +94,17 @@ async def _fail(core: Core, session: AsyncSession, job: Job, item: WorkItem, rep
 
 async def _stop_if_wrong(session: AsyncSession, job: Job) -> None:
     """A job of which no prompt can be answered would rent machines until its money is gone."""
+    if job.outcome is not None or job.rollouts_accepted:
+        return
     await session.flush()
-    dropped = await session.scalar(
-        select(func.count()).select_from(WorkItem).where(WorkItem.job_id == job.id, WorkItem.drop_reason.in_(FAILED))
-    )
-    if job.outcome is None and failures.job_is_wrong(dropped or 0, job.rollouts_accepted, job.spec["batch"]["prompts"]):
+    query = select(WorkItem.failed_by).where(
+        # By its status too, for which there is an index: other writers wait for this.
+        WorkItem.job_id == job.id, WorkItem.status == ItemStatus.DROPPED, WorkItem.drop_reason.in_(FAILED)
+    )  # fmt: skip
+    dropped = list(await session.scalars(query))
+    if failures.job_is_wrong(dropped, job.rollouts_accepted, job.spec["batch"]["prompts"]):
         job.outcome, job.status_reason = (
             JobStatus.FAILED,
-            f"{dropped} groups could not be sampled or scored by any node, and none could: is the task right? "
+            f"{len(dropped)} groups could not be sampled or scored by any node, and none could: is the task right? "
             "(the events group_given_up say why)",
         )

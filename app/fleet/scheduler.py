@@ -1,6 +1,7 @@
 """Drives the loop: APScheduler for the clockwork, signals for what can't wait.
 
-Invariant: one round at a time; a round that fails says so and the next one comes all the same.
+Invariant: one round at a time; a round that fails says so and the next one comes all the same. While another control
+service may have the database nothing is done.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from app.fleet.reconcile import Reconciler
 from app.fleet.roster import LIVE
 from app.fleet.stored import StoredSnapshots
 from app.fleet.strays import Strays
+from app.protocol.errors import Unavailable
 from app.protocol.job import FINAL_STATUSES
 from app.storage.models import IdempotencyRecord, Job, Lease, LeaseState, Node, SpotPrice, WebhookId
 
@@ -108,6 +110,8 @@ class Loop:
     async def round(self) -> None:
         """Reconcile where it is due, act for every job, accrue."""
         async with self._one:
+            if not await self._alone():
+                return  # after a while of this /readyz says that no round comes
             await self._guarded("reconcile", self._reconcile())
             await self._guarded("strays", self.strays.look())
             await self._guarded("balances", self.accounts.check())
@@ -140,7 +144,16 @@ class Loop:
 
     async def _releases(self) -> None:
         async with self._one:
-            await self._guarded("releases", self.leases.perform_releases())
+            if await self._alone():
+                await self._guarded("releases", self.leases.perform_releases())
+
+    async def _alone(self) -> bool:
+        try:
+            await self.core.db.keep_claim()
+        except Unavailable as error:
+            log.error("nothing is done in this round: %s", error.detail)
+            return False
+        return True
 
     async def _guarded(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """One part that fails, however it fails, must not keep the others, and other jobs, from their turn."""
@@ -209,6 +222,9 @@ class Loop:
 
     async def _collect_garbage(self) -> None:
         """Forget webhook ids, idempotent answers and spot prices in time; remove snapshots that nobody needs."""
+        async with self._one:  # the claim is looked at by one at a time
+            if not await self._alone():
+                return
         now = self.core.clock()
         async with self.core.db.write() as session:
             await session.execute(delete(WebhookId).where(WebhookId.received_at < now - KEEP_IDS_S))

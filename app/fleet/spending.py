@@ -6,7 +6,7 @@ pay for anything ends, one that a cap holds up waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -38,12 +38,12 @@ class Spending:
         """Jobs that were told that their budget stops them from renting."""
 
     def affordable(
-        self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced], room: Room
+        self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced], room: Room, sent: Mapping[str, int]
     ) -> tuple[list[Choice], Room]:
-        """Of the wanted offers those that budget and caps allow, one after the other, and the room left beside them."""
-        settings, now = self.core.settings, self.core.clock()
-        kept = self.core.wind_down_s(seen.leases)
-        exposure = money.exposure(seen.job, seen.leases, now, kept, before=seen.before)
+        """Of the wanted offers those that budget and caps allow, one after the other, and the room left beside them.
+        `sent`: lease → a rate that was sent and is not billed yet."""
+        settings = self.core.settings
+        exposure = self._exposure(seen, sent)
         choices, extra = [], 0
         for p in wanted:
             held = replace(exposure, pending_micros_h=exposure.pending_micros_h + extra)
@@ -60,12 +60,16 @@ class Spending:
             self._told.discard(seen.job.id)
         return choices, room
 
-    def spare(self, seen: Seen) -> int:
-        """By how much the job's budget lets the rates of its machines rise together, micro-dollars per hour."""
-        settings = self.core.settings
+    def spare(self, seen: Seen, sent: Mapping[str, int]) -> int:
+        """By how much the job's budget lets the rates of its machines rise together beyond those that were `sent`,
+        micro-dollars per hour."""
+        return budget.spare_rate(self._exposure(seen, sent), self.core.settings.min_lease_seconds)
+
+    def _exposure(self, seen: Seen, sent: Mapping[str, int]) -> budget.Exposure:
         kept = self.core.wind_down_s(seen.leases)
-        exposure = money.exposure(seen.job, seen.leases, self.core.clock(), kept, before=seen.before)
-        return budget.spare_rate(exposure, settings.min_lease_seconds)
+        found = money.exposure(seen.job, seen.leases, self.core.clock(), kept, before=seen.before)
+        rises = money.promised(seen.leases, sent)
+        return replace(found, pending_micros_h=found.pending_micros_h + rises)
 
     def hold(
         self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced], choices: Sequence[Choice], left: Room,

@@ -30,9 +30,12 @@ class Strays:
     async def look(self) -> None:
         """Give back what belongs to no job, and tell of what is out of reach."""
         found = self._forgotten() | self._unreachable()
+        query = select(Lease.id).where(Lease.state.in_(OPEN_STATES), found).limit(1)
         async with self.core.db.read() as session:
-            if (await session.scalars(select(Lease.id).where(Lease.state.in_(OPEN_STATES), found).limit(1))).first():
-                await self._act()
+            any_found = (await session.scalars(query)).first() is not None
+        # Only now: a session that stays open while another one waits to write is a connection that nobody uses.
+        if any_found:
+            await self._act()
 
     async def _act(self) -> None:
         async with self.core.db.write() as session:

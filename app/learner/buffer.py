@@ -100,9 +100,10 @@ class ReplayBuffer:
                 self._changed.notify_all()
 
     def withdraw(self, work_items: Collection[str], nodes: Collection[str]) -> None:
-        """Forget these, and all that is here of these nodes: other nodes answer the same work items anew."""
+        """Forget all that is here of these nodes, and these work items unless another node has answered them by now:
+        they are answered anew."""
         with self._changed:
-            items = set(work_items)
+            items = {item for item in work_items if self._known.get(item, "") in {"", *nodes}}
             self._remove(lambda group: group.work_item in items or group.node in nodes)
             items.update(item for item, node in self._known.items() if node in nodes)
             self._forget(items)

@@ -291,6 +291,9 @@ class Session:
         said = take_best(parts.trainer, self._checkpoints, loop.position.best) if spec.final == "best" else ""
         prefix = f"jobs/{self._answer.job_id}/final/"
         put_final(self._objects, prefix, parts, self._answer.spec, self._settings.work_dir / "final")
+        if self._auditor is not None:
+            # After the last word nothing is told.
+            self._auditor.stop(FLUSH_S)
         self._outbox.flush(FLUSH_S)
         status = "succeeded" if ending.kind == "succeeded" else "finished"
         self._control.done(Done(status=status, reason=ending.reason + said, step=step, final_prefix=prefix))

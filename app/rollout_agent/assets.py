@@ -22,6 +22,8 @@ WEIGHTS = (".safetensors", ".jsonl")
 """Files that may be of any size, and never are in memory as a whole."""
 STORE_WAIT_S, STORE_LOOK_S = 900.0, 10.0
 """So long a file that the Hub did not give is waited for: the learner puts it into the store meanwhile."""
+TELL_LOOKS = 6
+"""After so many looks it is told again that the Hub failed: without that word nobody puts anything there."""
 
 OnBytes = Callable[[int, int, str], None]
 """Told the bytes of all files that are there, those that there will be, and the file that comes now."""
@@ -73,35 +75,41 @@ async def _fetch_weights(
     if await asyncio.to_thread(_is_it, path, asset):
         return
     if hub is None or not await hub.fetch(client, asset, part, _is_it, on_bytes):
-        await _from_store(client, asset, part, on_bytes)
+        await _from_store(client, asset, part, on_bytes, hub)
     await asyncio.to_thread(part.replace, path)
 
 
-async def _from_store(client: NodeClient, asset: AssetRef, part: Path, on_bytes: Callable[[int], None]) -> None:
+async def _from_store(
+    client: NodeClient, asset: AssetRef, part: Path, on_bytes: Callable[[int], None], hub: Hub | None
+) -> None:
     for _ in range(2):
-        await _once_there(client, asset, part, on_bytes)
+        await _once_there(client, asset, part, on_bytes, hub)
         if await asyncio.to_thread(_is_it, part, asset):
             return
         await asyncio.to_thread(part.unlink, missing_ok=True)
     raise IntegrityError(f"asset {asset.path} does not have the hash that was announced")
 
 
-async def _once_there(client: NodeClient, asset: AssetRef, part: Path, on_bytes: Callable[[int], None]) -> None:
+async def _once_there(
+    client: NodeClient, asset: AssetRef, part: Path, on_bytes: Callable[[int], None], hub: Hub | None
+) -> None:
     """Download from the store; what so far is only on the Hub is waited for."""
     looks = round(STORE_WAIT_S / STORE_LOOK_S) if asset.hub is not None else 0
-    for left in range(looks, -1, -1):
+    for looked in range(looks + 1):
         try:
             return await client.download_to(asset.url, part, asset.size, on_bytes)
         except (NotFound, Forbidden) as error:  # S3 forbids what is not there to whoever may not list
             if asset.hub is None:
                 raise
-            if not left:
+            if looked == looks:
                 raise Unavailable(
                     f"{asset.path} of {asset.hub.repo} came neither from the Hugging Face Hub nor, within "
                     f"{STORE_WAIT_S:.0f} s, from the object store ({error.detail}); the learner puts it there when told"
                     " that the Hub failed: its log says whether it could. Where the Hub can't be reached, name a mirror"
                     " by ECHO2_HF_ENDPOINT"
                 ) from error
+        if hub is not None and looked and looked % TELL_LOOKS == 0:
+            await hub.tell()
         await client.pause(STORE_LOOK_S)
 
 

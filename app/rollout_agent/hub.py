@@ -1,7 +1,7 @@
 """Model files from the Hugging Face Hub, so that they cost nobody's store any egress.
 
 Invariant: only public files at a fixed commit are asked for, without any token; whoever fetches checks size and hash.
-What the Hub did not give is told once, and then it is not asked again.
+What the Hub did not give is told, again for as long as the store does not have it, and then it is not asked again.
 
 A file is at `{endpoint}/{repo}/resolve/{commit}/{path}`. The Hub redirects large ones to a content network by addresses
 that are signed for a while, and repositories that were renamed to their new name. Each try begins at the first address
@@ -37,7 +37,7 @@ class Hub:
         self._endpoint = endpoint
         self._failed = failed
         self._origin = origin
-        self._given_up = False
+        self._told: tuple[str, str] | None = None
 
     async def fetch(
         self,
@@ -51,15 +51,20 @@ class Hub:
 
         What then is left at `part` is the beginning of the file as far as anybody knows.
         """
-        if asset.hub is None or self._given_up:
+        if asset.hub is None or self._told is not None:
             return False
         wrong = await self._try(client, url_of(self._endpoint, asset.hub, asset.path), asset, part, is_it, on_bytes)
         if not wrong:
             return True
-        self._given_up = True
+        self._told = (asset.path, f"{asset.hub.repo} at {asset.hub.revision}: {wrong}")
         log.warning("%s did not come from the Hugging Face Hub: %s", asset.path, wrong)
-        await self._failed(asset.path, f"{asset.hub.repo} at {asset.hub.revision}: {wrong}")
+        await self.tell()
         return False
+
+    async def tell(self) -> None:
+        """Tell, or tell again, what did not come: the word is lost when the control service is away for a while."""
+        if self._told is not None:
+            await self._failed(*self._told)
 
     async def _try(
         self,

@@ -120,7 +120,8 @@ class Sampler:
             if barren:
                 await self._sleep(backoff(barren - 1, self._jitter()))
             got = join(got, piece)
-            if begun is not None or start == 0:
+            # A turn that has ended is no episode that has: what follows may change the reward.
+            if (begun is not None or start == 0) and (ask.answer is None or got.finish_reason == CUT):
                 ask.keep(ask.index, join(begun, got))
         return got
 

@@ -129,8 +129,9 @@ class Worker:
                 most = max(most, len(part.items))
                 await self._queue.put(outcome)
             elif isinstance(outcome, Interrupted):
-                for rest in (part, *parts):
-                    self._ledger.give_up(rest.deadlines)
+                left = [item for rest in (part, *parts) for item in rest.deadlines]
+                self._ledger.give_up(left)
+                await self._partials.hand_back(left)
                 return
             elif len(part.items) > 1:
                 # PyTorch's way to say that the memory does not suffice, the usual cause.

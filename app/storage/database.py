@@ -46,7 +46,8 @@ class Database:
         self._engine = create_async_engine(self.url, **options)
         self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
         self._claim = Claim(self._engine)
-        # SQLite has one writer at a time: queueing here is fair and does not spin on "database is locked".
+        # One writer at a time: queueing here is fair, does not spin on SQLite's "database is locked", and holds none of
+        # the connections that readers need.
         self._writer = asyncio.Lock()
         if self.sqlite:
             event.listen(self._engine.sync_engine, "connect", _sqlite_connect)
@@ -68,17 +69,15 @@ class Database:
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
         """A session that commits at the end, or rolls back when the block raises."""
-        if self.sqlite:
-            async with self._writer, self._sessions() as session:
+        async with self._writer, self._sessions() as session:
+            if self.sqlite:
                 await session.connection(execution_options={"write": True})
-                yield session
-                await session.commit()
-        else:
-            async with self._sessions() as session:
-                # READ COMMITTED alone would let two writers read the same counter and both act on it.
+            else:
+                # READ COMMITTED alone would let two writers, here and in another process, read the same counter and
+                # both act on it.
                 await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": WRITE_LOCK})
-                yield session
-                await session.commit()
+            yield session
+            await session.commit()
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[AsyncConnection]:
@@ -89,6 +88,10 @@ class Database:
     async def claim(self, patience_s: float = PATIENCE_S) -> None:
         """Be the only control service on this database until it is closed. Raises Unavailable."""
         await self._claim.take(patience_s)
+
+    async def keep_claim(self) -> None:
+        """Make sure that what was claimed is still held. Raises Unavailable: then nothing may be rented or ended."""
+        await self._claim.keep()
 
     async def close(self) -> None:
         """Return all connections."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import sys
 import time
@@ -193,15 +194,16 @@ def too_much(folder: str, most: int) -> bool:
 
 def remove(folder: Path) -> None:
     """Remove a folder that a task has filled, however deep: what is beneath its folders is moved up one by one."""
-    number = 0
+    number, ours = 0, secrets.token_hex(8)
     with contextlib.suppress(OSError):
+        os.chmod(folder, 0o700)
         while inner := [entry.path for entry in os.scandir(folder) if _emptied(entry)]:
             for path in inner:
                 os.chmod(path, 0o700)
                 for entry in list(os.scandir(path)):
                     if _emptied(entry):
                         number += 1
-                        os.rename(entry.path, folder / f"{number}.up")
+                        os.rename(entry.path, folder / f"{ours}.{number}")
                 os.rmdir(path)
         folder.rmdir()
 

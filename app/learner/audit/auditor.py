@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.learner.audit.custody import Case, Custody
-from app.learner.audit.decide import judge, trains
+from app.learner.audit.decide import judge
 from app.learner.audit.heldout import Kind, greedy, unread
 from app.learner.audit.look import Scorer, audit_of, look
 from app.learner.buffer import Group, ReplayBuffer
@@ -171,7 +171,7 @@ class Auditor:
         """Where a group goes; under the lock."""
         way = self._custody.receive(case)
         if way in ("beside", "train") and self._buffer.add(case.group) and way == "beside":
-            if len(self._queue) < BEHIND:
+            if sum(not task.heldout for task in self._queue) < BEHIND:
                 self._queue.append(_Task(case, first=False))
         elif way == "first":
             self._queue.append(_Task(case, first=True))
@@ -207,9 +207,9 @@ class Auditor:
                     self._changed.notify_all()
 
     def _next(self) -> list[_Task]:
-        """Some that are due, under the lock: first what the learner may be waiting for, last answers to held-out
-        prompts."""
-        tasks = sorted(self._queue, key=lambda task: (bool(task.heldout), not task.first))[:AT_ONCE]
+        """Some that are due, under the lock: what the learner may be waiting for, then what an evaluation waits for,
+        then what is trained on anyway."""
+        tasks = sorted(self._queue, key=lambda task: 0 if task.first else 1 if task.heldout else 2)[:AT_ONCE]
         taken = {id(task) for task in tasks}
         self._queue = deque(task for task in self._queue if id(task) not in taken)
         return tasks
@@ -226,7 +226,7 @@ class Auditor:
             with self._changed:
                 self._done[audit.verdict] = self._done.get(audit.verdict, 0) + 1
                 self._seconds += self._clock() - began
-                if task.first and trains(audit.verdict, audit.fault):
+                if task.first and audit.clean and not self._custody.banished(task.case.node):
                     self._buffer.add(task.case.group)
                 if not task.heldout:
                     self._again(task, audit)
@@ -239,10 +239,10 @@ class Auditor:
         # Nothing of a node that will be in quarantine is taken for a step while that is being decided.
         aside = self._buffer.set_aside({a.node_id for a in bad if a.verdict == "failed"})
         answer = self._control.audits(AuditReport(audits=found))
-        self._buffer.put_back(aside)
-        self.banish(answer.quarantined)
-        self._buffer.withdraw(answer.withdrawn, ())
         banished = set(answer.quarantined)
+        self.banish(banished)
+        self._buffer.withdraw(answer.withdrawn, banished)
+        self._buffer.put_back(entry for entry in aside if entry[2].node not in banished)
         for audit in bad:
             log.warning("group %s of node %s: %s", audit.work_item, audit.node_id, audit.detail)
             if audit.node_id not in banished and not audit.heldout:
@@ -251,7 +251,7 @@ class Auditor:
     def _again(self, task: _Task, audit: Audit) -> None:
         """Those that waited for this audit; under the lock."""
         if not self._custody.banished(task.case.node):
-            for waiting in self._custody.settled(task.case, task.first, audit.verdict, audit.fault):
+            for waiting in self._custody.settled(task.case, task.first, audit):
                 self._place(waiting)
 
     def _look(self, task: _Task) -> Audit:

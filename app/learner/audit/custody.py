@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from app.learner.audit.decide import Route, route, trains
+from app.learner.audit.decide import Route, route
 from app.learner.buffer import Group
-from app.protocol.audits import Fault, Verdict
+from app.protocol.audits import Audit
 from app.protocol.trust_spec import TrustSpec
 
 
@@ -86,13 +86,13 @@ class Custody:
             standing.waiting.setdefault(version, []).append(case)
         return found
 
-    def settled(self, case: Case, first: bool, verdict: Verdict, fault: Fault) -> list[Case]:
+    def settled(self, case: Case, first: bool, audit: Audit) -> list[Case]:
         """An audit is over: those that waited for it, to be received again."""
         standing = self._nodes.setdefault(case.node, _Standing())
         version = case.version
-        if verdict == "passed":
+        if audit.verdict == "passed":
             standing.passed += 1
-        if trains(verdict, fault) and not case.foreign:
+        if audit.clean and not case.foreign:
             standing.versions.add(version)
         if first:
             standing.under_way[version] -= 1

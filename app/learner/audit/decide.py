@@ -91,8 +91,3 @@ def judge(look: Look, max_rms: float, max_misses: float = MISSES) -> tuple[Verdi
     if look.copies:
         return ("unclear" if look.foreign else "failed"), "copied", f"one completion comes {look.copies} times"
     return "passed", "", ""
-
-
-def trains(verdict: Verdict, fault: Fault) -> bool:
-    """Whether a group with this verdict may be trained on: if no fault was found in it."""
-    return verdict == "passed" or (verdict == "unclear" and not fault)

@@ -88,6 +88,6 @@ class Trajectory(Base):
     size: Mapped[int]
     blake3: Mapped[str]
     rollouts: Mapped[int]
-    heldout: Mapped[bool] = mapped_column(default=False, server_default=false())
+    heldout: Mapped[bool] = mapped_column(default=False, server_default=false(), index=True)
     """It has answers to held-out prompts that are to be computed again; it goes when they are."""
     created_at: Mapped[float]

@@ -359,3 +359,18 @@ async def test_a_key_that_is_asked_for_twice_is_one_key_and_kept_by_its_hash_alo
     assert (await control.http.get("/v1/jobs", headers=headers)).status_code == 200
     database = Path(control.database_url.partition(":///")[2])
     assert first.json()["key"].encode() not in await asyncio.to_thread(database.read_bytes)
+
+
+async def test_a_revoked_key_is_not_told_again_as_if_it_were_good(control: World) -> None:
+    async def ask(again: str) -> Any:
+        return await control.http.post("/v1/keys", json={"name": "ci"}, headers={"Idempotency-Key": again})
+
+    made = (await ask("one")).json()
+    assert (await control.http.delete(f"/v1/keys/{made['id']}")).status_code == 204
+    refused = await ask("one")
+    assert (refused.status_code, refused.json()["code"]) == (409, "conflict")
+    assert "is revoked; use a new one" in refused.json()["detail"]
+    assert "key" not in refused.json()
+    anew = (await ask("two")).json()
+    headers = {"Authorization": f"Bearer {anew['key']}"}
+    assert (await control.http.get("/v1/jobs", headers=headers)).status_code == 200

@@ -289,3 +289,20 @@ async def test_a_silent_node_wakes_the_loop_when_its_time_is_up_and_not_at_the_n
     news = control.svc.core.signals.subscribe("tick")
     await control.svc.loop.listen_for_silence()
     assert not news.is_set(), "what is lost wakes nobody again"
+
+
+async def test_a_list_that_took_its_time_says_nothing_of_what_came_after_it_was_asked_for(
+    control: World, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await booting(control)
+
+    async def long_under_way() -> Listing:
+        control.clock.advance(60)
+        return Listing(complete=True, instances=[])
+
+    with monkeypatch.context() as slow:
+        slow.setattr(provider, "list", long_under_way)
+        control.clock.advance(1)
+        await control.svc.reconciler.run(provider.name)
+    (lease,) = await control.leases()
+    assert (lease.state, lease.missing_lists) == ("booting", 0)

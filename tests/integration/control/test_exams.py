@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from sqlalchemy import select
 
 from app.protocol.trajectory import Rollout, encode
 from app.protocol.work import WorkItem
+from app.storage.models import Job
 from tests.integration.control.rig import Learner, Node_, World
 
 UNAUDITED = {"audit_share": 0, "probation": 0, "each_version": False}
@@ -148,6 +150,24 @@ async def test_a_learner_that_evaluates_itself_makes_no_exam(control: World) -> 
     for _ in range(6):
         items, _ = await node.work()
         assert all(i.split == "train" for i in items)
+
+
+async def test_who_leases_held_out_prompts_and_never_answers_is_counted_against(control: World) -> None:
+    job_id, trainer, node = await started(control)
+    for count in (1, 2):
+        items = [*(await exam(node))[0], *(await exam(node))[0]]
+        assert len(items) > 1
+        # Its training work does not run out here: that counts by itself.
+        async with control.svc.core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            control.clock.advance(max(i.deadline_s for i in items) + 1)
+            await control.svc.controller.work.exams.expire(session, job)
+        assert (await control.node_row(node.id)).files_refused == count, "once, however many ran out"
+        await node.beat()
+        await trainer.beat()
+    items, slot = await exam(node)
+    await answer(node, items, slot, set())
+    assert (await control.node_row(node.id)).files_refused == 0, "answers that are accepted make up for it"
 
 
 async def test_answers_to_an_exam_that_was_overtaken_are_late_and_nobodys_fault(control: World) -> None:

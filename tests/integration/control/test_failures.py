@@ -11,6 +11,7 @@ from app.storage.models import ExamItem
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.rig import GROUP, Node_, World
 from tests.integration.control.test_exams import answer, exam, started
+from tests.integration.control.test_plans import listening, plans
 
 
 async def give_up(node: Node_, item: str, kind: str = "task_error", detail: str = "ZeroDivisionError()") -> None:
@@ -80,18 +81,96 @@ async def test_a_failure_is_counted_only_of_who_has_the_group(control: World) ->
         await give_up(two, item.id)
     (row,) = await control.items(job_id)
     assert (row.status, row.node_id, row.failures) == ("leased", one.id, 0)
+    assert (await control.node_row(two.id)).files_refused == 0
 
 
 async def test_a_job_of_which_no_prompt_can_be_answered_fails(control: World) -> None:
     job_id = await control.create()
-    _, (node,) = await control.running(job_id)
-    for _ in range(2 * 2 * 3):
-        (item,), _ = await node.work(1)
-        await give_up(node, item.id)
+    _, nodes = await control.running(job_id, nodes=2)
+    given_up = 0
+    while given_up < 2 * 2 * 3:
+        for node in nodes:
+            for item in (await node.work(1))[0]:
+                await give_up(node, item.id)
+                given_up += 1
+    blamed = sorted([(await control.node_row(node.id)).files_refused for node in nodes])
+    assert blamed == [0, 1], "where nothing was ever accepted, what another one fails at too is no node's fault"
     await control.rounds(2)
     job = await control.job(job_id)
     assert job["status"] in ("draining", "failed")
     assert "4 groups could not be sampled or scored by any node" in job["status_reason"]
+
+
+@pytest.mark.parametrize("next_one_works", [True, False])
+async def test_the_only_machine_fails_everything_and_is_replaced_before_the_job_is_blamed(
+    control: World, next_one_works: bool
+) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner, (node,) = await control.running(job_id)
+    for count in range(1, 21):
+        (item,), _ = await node.work(1)
+        await give_up(node, item.id, "engine_error")
+        assert (await control.node_row(node.id)).files_refused == count
+    await control.rounds(3, 10, learner)
+    assert (await control.node_row(node.id)).state == "lost"
+    assert (await control.job(job_id))["status"] == "provisioning", "nothing was trained on yet, and nothing is over"
+    machines = {lease.machine_id for lease in await control.leases()}
+    assert len(machines) == len(await control.leases()) == 2, "the machine cools down, and another one is rented"
+    (other,) = [await control.join(r) for r in control.provider.live() if r.env]
+    if next_one_works:
+        assert await other.produce(1)
+        await learner.train([i.id for i in await control.items(job_id) if i.status == "accepted"])
+        await control.round()
+        assert (await control.job(job_id))["status"] == "running"
+        return
+    while (found := await other.work(1))[0]:
+        await give_up(other, found[0][0].id)
+        await control.round()
+        if (await control.job(job_id))["status"] in ("draining", "failed"):
+            break
+    assert "could not be sampled or scored by any node" in (await control.job(job_id))["status_reason"]
+    assert (await control.node_row(other.id)).files_refused == 0
+
+
+async def test_failures_count_against_a_node_like_refused_files_and_accepted_work_makes_up_for_them(
+    control: World,
+) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    _, (one, two) = await control.running(job_id, nodes=2)
+    items, _ = await one.work(2)
+    body = {"kind": "engine_error", "subject": "generate", "detail": "x", "work_items": [i.id for i in items]}
+    assert (await one.post("reports", body)).status_code == 204
+    assert (await control.node_row(one.id)).files_refused == 1, "one report, one fault"
+    await two.produce(2)
+    (item,), _ = await one.work(1)
+    await give_up(one, item.id)
+    assert (await control.node_row(one.id)).files_refused == 2
+    (item,), _ = await two.work(1)
+    await give_up(two, item.id)
+    assert (await control.node_row(two.id)).files_refused == 1, "others failing excuses nobody once work was accepted"
+    assert await one.produce(1)
+    assert (await control.node_row(one.id)).files_refused == 0
+
+
+async def test_a_group_given_up_makes_nobody_count_once_something_was_accepted(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    _, (node,) = await control.running(job_id)
+    db = control.svc.core.db
+    with listening(db, "drop_reason IN") as counted:
+        await _drop_one(node)
+    (plan,) = await plans(db, counted)
+    assert "(job_id=? AND status=?)" in plan
+    assert await node.produce(1)
+    with listening(db, "drop_reason IN") as counted:
+        await _drop_one(node)
+    assert counted == []
+    assert (await control.kinds(job_id)).count("group_given_up") == 2
+
+
+async def _drop_one(node: Node_) -> None:
+    for _ in range(3):
+        (item,), _ = await node.work(1)
+        await give_up(node, item.id)
 
 
 async def test_a_held_out_prompt_that_always_fails_is_left_out_of_the_evaluation(control: World) -> None:

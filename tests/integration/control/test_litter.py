@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
+from sqlalchemy import select
+
+from app.fleet.litter import Litter
+from app.protocol.trajectory import encode
+from app.storage.models import Job
 from tests.integration.control.rig import Learner, Node_, World
+from tests.integration.control.test_exams import answer, exam
+from tests.integration.control.test_heldout_audits import started
+from tests.integration.control.test_quarantine import WRONG, audit, tell
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 SETTLED_S = 2 * 3600
@@ -88,3 +96,66 @@ async def test_what_a_job_that_is_over_left_behind_goes_too(control: World) -> N
     assert await sweep(control) == keys | {slot.key}
     control.clock.advance(SETTLED_S + 60)
     assert await sweep(control) == keys
+
+
+async def test_a_file_that_came_too_late_for_all_its_groups_goes_once_it_is_old(control: World) -> None:
+    job_id = await control.create(staleness_budget=1, stop={"steps": 100})
+    learner, (node,) = await control.running(job_id)
+    items, slot = await node.work(2)
+    assert slot is not None
+    for _ in range(2):
+        await learner.train([])
+    data = encode(node.rollouts(items))
+    await node.put(slot, data)
+    assert (await node.commit(slot, data, [i.id for i in items])).json()["accepted"] == []
+    await learner.publish(2)
+    node.version = 2
+    await node.beat()
+    files: set[str] = set()
+    for _ in range(3):
+        files |= await step(learner, node)
+    assert await sweep(control) == files | {slot.key}, "not while its place is good"
+    await pass_time(control, learner, node)
+    assert await sweep(control) == files
+
+
+async def test_a_file_whose_groups_were_all_accepted_from_elsewhere_goes_with_a_bound(open_world: OpenWorld) -> None:
+    async with open_world(keep_trajectory_steps=1) as control:
+        job_id = await control.create(
+            stop={"steps": 100}, learner={"checkpoint_every": 1, "checkpoint_upload_every": 1}
+        )
+        learner, (liar, other) = await control.running(job_id, nodes=2)
+        withdrawn = await liar.produce(2)
+        lies = {ref.key for ref in await learner.poll()}
+        assert (await tell(learner, audit(liar, withdrawn[0], **WRONG))).quarantined == [liar.id]
+        assert sorted(await other.produce(2)) == sorted(withdrawn)
+        truth = {ref.key for ref in await learner.poll()}
+        await learner.train(withdrawn)
+        await learner.publish(learner.step)
+        other.version = learner.step
+        await other.beat()
+        # Accepted, and never trained on: what names it is what keeps it.
+        waits = await other.produce(1)
+        (kept,) = [ref.key for ref in await learner.poll() if ref.work_items == waits]
+        for _ in range(8):
+            await learner.train(await other.produce(2))
+            await learner.publish(learner.step)
+            other.version = learner.step
+            await other.beat()
+        assert {*lies, *truth, kept} <= await sweep(control), "not while files of that time may come"
+        await pass_time(control, learner, other)
+        left = await sweep(control)
+        assert kept in left
+        assert not (lies | truth) & left
+
+
+async def test_answers_to_held_out_prompts_that_wait_for_the_learner_stay(open_world: OpenWorld) -> None:
+    """No training group names their file."""
+    async with open_world(keep_trajectory_steps=1) as control:
+        job_id, learner, (node,) = await started(control)
+        items, slot = await exam(node)
+        await answer(node, items, slot, {0})
+        (ref,) = [ref for ref in await learner.poll() if ref.heldout]
+        async with control.svc.core.db.read() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            assert await Litter(control.svc.core)._judge(session, job, [ref.key]) == ([], [])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.leases import Choice
 from app.protocol.job import JobStatus
@@ -244,3 +245,33 @@ class Queued(FakeProvider):
         assert isinstance(self.clock, FakeClock)
         self.clock.advance(200)
         return await super().rent(offer, spec)
+
+
+async def test_a_stray_is_given_back_without_a_second_connection(
+    control: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await control.create()
+    await control.running(job_id)
+    db = control.svc.core.db
+    async with db.write() as session:
+        (await session.scalars(select(Job).where(Job.id == job_id))).one().status = JobStatus.CANCELLED
+    reading: list[int] = []
+    read, write = db.read, db.write
+
+    @asynccontextmanager
+    async def counted_read() -> AsyncIterator[AsyncSession]:
+        reading.append(1)
+        async with read() as session:
+            yield session
+        reading.pop()
+
+    @asynccontextmanager
+    async def alone() -> AsyncIterator[AsyncSession]:
+        assert not reading, "writers that wait would keep readers' connections"
+        async with write() as session:
+            yield session
+
+    monkeypatch.setattr(db, "read", counted_read)
+    monkeypatch.setattr(db, "write", alone)
+    await control.svc.loop.strays.look()
+    assert [x.state for x in await control.leases()] == ["releasing"]

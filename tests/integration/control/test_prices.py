@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+
+import pytest
 
 from app.storage.models import Event, Lease
 from tests.integration.control.fake_provider import FakeProvider, machines_of
@@ -270,3 +273,32 @@ async def test_a_bid_is_not_raised_beyond_what_the_budget_can_still_pay(control:
     assert provider.bids == [], "at $4.60/h winding down alone costs $0.15"
     view = await control.get(f"/v1/jobs/{job_id}/cost")
     assert float(view["committed_usd"]) <= 0.06
+
+
+async def test_bids_that_are_under_way_count_when_the_next_one_is_to_be_raised(
+    control: World, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider takes its calls seconds apart: what was sent is promised, though nothing bills it yet."""
+    provider.machines = machines_of(m1=0.2, m2=0.2, m3=9.0)
+    provider.spot = provider.tells_floors = True
+    provider.on_demand_factor = 100
+    asked: list[int] = []
+    landed = asyncio.Event()
+
+    async def slow(instance_id: str, bid_micros_h: int) -> None:
+        asked.append(bid_micros_h)
+        await landed.wait()
+
+    monkeypatch.setattr(provider, "set_bid", slow)
+    job_id = await control.create(budget_usd="0.15", fleet={"interruptible": True})
+    learner, nodes = await control.running(job_id, nodes=2)
+    assert sorted(provider.live_machines()) == ["m1", "m2"]
+    for machine in provider.machines[:2]:
+        machine.price_micros_h = 1_000_000
+    for _ in range(3):
+        control.clock.advance(10)
+        for player in (learner, *nodes):
+            await player.beat()
+        await control.svc.loop.round()
+    assert asked == [1_150_000], "the budget can pay for one of them"
+    landed.set()

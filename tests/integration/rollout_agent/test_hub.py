@@ -17,7 +17,7 @@ from blake3 import blake3
 from app.protocol.errors import EchoError, IntegrityError, Unavailable
 from app.protocol.hub import HubRef
 from app.protocol.node import AssetRef
-from app.rollout_agent.assets import STORE_LOOK_S, STORE_WAIT_S, fetch_assets
+from app.rollout_agent.assets import STORE_LOOK_S, STORE_WAIT_S, TELL_LOOKS, fetch_assets
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.hub import HUB, Hub
 
@@ -273,6 +273,16 @@ async def test_the_store_s_copy_is_waited_for_while_the_learner_puts_it_there(st
         await node.fetch(tmp_path)
         assert node.pauses.count(STORE_LOOK_S) == 3
         assert len(node.stand_in.starts("/store/")) == 4
+    assert (tmp_path / NAME).read_bytes() == DATA
+
+
+async def test_the_hub_s_failure_is_told_again_while_the_store_does_not_have_the_file(tmp_path: Path) -> None:
+    async with machine(StandIn("404", absent=2 * TELL_LOOKS + 1)) as node:
+        await node.fetch(tmp_path)
+        assert node.pauses.count(STORE_LOOK_S) == 2 * TELL_LOOKS + 1
+        assert len(node.told) == 3, "the first word may have been lost: nobody would upload the file"
+        assert len(set(node.told)) == 1
+    assert TELL_LOOKS * STORE_LOOK_S == 60
     assert (tmp_path / NAME).read_bytes() == DATA
 
 

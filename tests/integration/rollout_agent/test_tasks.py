@@ -86,4 +86,4 @@ async def test_a_job_that_scores_elsewhere_has_zeros(tmp_path: Path) -> None:
             assert (await asyncio.wait_for(life, 20)).code == 0
     assert {row.reward for row in control.rows} == {0.0}
     assert {row.prompt_index for row in control.rows} >= {1, 2}
-    assert control.reports == []
+    assert [r for r in control.reports if r.kind != "handed_back"] == []

@@ -65,7 +65,11 @@ def test_a_group_that_always_fails_is_dropped_after_a_few_tries_whoever_asks(nod
 
 
 @pytest.mark.parametrize(
-    ("dropped", "accepted", "wrong"), [(16, 0, True), (15, 0, False), (16, 1, False), (0, 0, False)]
+    ("dropped", "accepted", "nodes", "wrong"),
+    [(16, 0, 2, True), (15, 0, 2, False), (16, 1, 2, False), (0, 0, 2, False), (16, 0, 1, False), (99, 0, 1, False)],
 )
-def test_a_job_of_which_nothing_was_ever_accepted_is_wrong_itself(dropped: int, accepted: int, wrong: bool) -> None:
-    assert job_is_wrong(dropped, accepted, 8) is wrong
+def test_a_job_of_which_nothing_was_ever_accepted_is_wrong_itself_if_several_nodes_say_so(
+    dropped: int, accepted: int, nodes: int, wrong: bool
+) -> None:
+    failed_by = [[f"n{i % nodes}"] for i in range(dropped)]
+    assert job_is_wrong(failed_by, accepted, 8) is wrong

@@ -118,10 +118,19 @@ def test_what_is_withdrawn_is_forgotten_and_welcome_from_others():
     buffer = ReplayBuffer()
     for node, name in (("n", "a"), ("n", "b"), ("m", "c"), ("m", "d")):
         buffer.add(_of(node, name))
-    buffer.withdraw(["c", "elsewhere"], ["n"])
+    buffer.note(["trained on"])
+    buffer.withdraw(["a", "b", "trained on"], ["n"])
     assert buffer.evict(0, 3) == []
-    assert len(buffer) == 1
-    assert [buffer.add(_of("o", name)) for name in ("a", "b", "c", "d")] == [True, True, True, False]
+    assert len(buffer) == 2
+    assert [buffer.add(_of("o", name)) for name in ("a", "b", "d", "trained on")] == [True, True, False, True]
+
+
+def test_what_another_node_has_answered_by_the_time_that_it_is_withdrawn_stays():
+    buffer = ReplayBuffer()
+    buffer.withdraw((), ["n"])
+    buffer.add(_of("m", "a"))
+    buffer.withdraw(["a"], ["n"])
+    assert [g.work_item for g in buffer.take(0, 3, 1)[0]] == ["a"]
 
 
 def test_what_is_set_aside_is_not_taken_and_comes_back_to_its_place():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -507,6 +508,33 @@ async def test_an_episode_with_an_environment_is_played_to_its_end_over_a_cut() 
         assert foreign == [ord("n"), ord("o")]
         assert row.reward == 2.0
     assert any(len(row.span_versions) == 2 for row in rows)
+
+
+async def test_an_episode_is_under_way_until_its_last_turn_has_ended() -> None:
+    go, asked = threading.Event(), itertools.count(1)
+    waiting: list[int] = []
+
+    class Slow(Echo):
+        """Takes its time over an answer."""
+
+        def respond(self, prompt: Prompt, turns: Sequence[str]) -> Reply | None:
+            if len(turns) == 1:
+                waiting.append(next(asked))
+                assert go.wait(15)
+            return Reply("no") if len(turns) == 1 else None
+
+        def episode_reward(self, prompt: Prompt, turns: Sequence[str]) -> float:
+            return float(len(turns))
+
+    desk = Desk(left=1)
+    async with Shift(FakeStream(odds=2), desk, task=Slow()) as shift:
+        try:
+            await shift.until(lambda: len(waiting) == GROUP, "all first turns have ended")
+            assert shift.worker.in_flight == GROUP, "what is cut now is no whole episode, and the node is not idle"
+        finally:
+            go.set()
+        await shift.until(lambda: len(desk.committed) == 1, "it is committed")
+    assert {row.reward for row in desk.rows} == {2.0}
 
 
 async def test_what_came_before_a_cut_is_handed_over_even_if_the_engine_is_mute_later() -> None:

@@ -182,7 +182,9 @@ async def test_an_interrupt_is_no_fault() -> None:
     shift = Shift(leases=2, failures=[Interrupted("stopped")])
     await shift.run()
     assert shift.ledger.errors == {}
-    assert {r["kind"] for r in shift.wire.of("reports")} <= {"handed_back"}
+    reports = shift.wire.of("reports")
+    assert {r["kind"] for r in reports} == {"handed_back"}
+    assert "w0" in [item for r in reports for item in r["work_items"]], "others need not wait until this node has left"
 
 
 async def test_a_node_that_is_over_ends_while_asking_for_work() -> None:

@@ -1,4 +1,4 @@
-"""numbers of trajectory files are never given twice"""
+"""numbers of trajectory files are never given twice; those with held-out answers are found without a scan"""
 
 from alembic import op
 
@@ -12,10 +12,12 @@ def upgrade() -> None:
     """Go to this revision: SQLite gave a file the number of the last one when that was removed, and a learner that had
     read so far never asked for it. PostgreSQL's sequence never did."""
     _rebuild(autoincrement=True)
+    op.create_index(op.f("ix_trajectories_heldout"), "trajectories", ["heldout"])
 
 
 def downgrade() -> None:
     """Go back to the revision before."""
+    op.drop_index(op.f("ix_trajectories_heldout"), "trajectories")
     _rebuild(autoincrement=False)
 
 

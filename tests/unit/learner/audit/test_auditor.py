@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.learner.audit.auditor import Auditor
+from app.learner.audit.auditor import BEHIND, Auditor
 from app.learner.audit.rewards import Rewards
 from app.learner.buffer import Group, ReplayBuffer
 from app.learner.outbox import Directives
@@ -78,8 +78,8 @@ class Rig:
     @property
     def here(self) -> list[str]:
         taken, _ = self.buffer.take(0, 10, 1000, least=0)
+        self.buffer.withdraw((), {group.node for group in taken})
         for group in taken:
-            self.buffer.withdraw([group.work_item], ())
             self.buffer.add(group)
         return sorted(g.work_item for g in taken)
 
@@ -186,6 +186,35 @@ def test_while_a_node_is_judged_nothing_of_it_is_taken_for_a_step():
     rig.settled()
     rig.auditor.stop()
     assert rig.here == ["x"]
+
+
+def test_a_node_that_is_expelled_while_its_group_is_computed_again_gets_it_nowhere():
+    rig = Rig(probation=2)
+
+    class Meanwhile(Scripted):
+        def off(self, group: Group, *, heldout: bool = False) -> float | None:
+            rig.auditor.banish(["n"])
+            return 0.0
+
+    rig.auditor._rewards = Meanwhile()
+    rig.receive(*groups("a"))
+    rig.auditor.start()
+    rig.settled()
+    rig.auditor.stop()
+    assert rig.told == [("a", "passed")]
+    assert rig.here == []
+    rig.receive(*groups("a"), node="other", audits_passed=2)
+    assert rig.auditor.metrics()["audits_waiting"] == 1, "the answer of another node is welcome"
+
+
+def test_answers_to_held_out_prompts_that_wait_keep_nobody_from_being_audited():
+    rig = Rig(probation=0, each_version=False, audit_share=1.0)
+    ref = TrajectoryRef(seq=1, key="k", size=1, blake3="", node_id="n", work_items=[], heldout=True)
+    (answer,) = groups("answer")
+    for n in range(BEHIND):
+        rig.auditor.examine(dataclasses.replace(answer, work_item=f"answer {n}"), ref)
+    rig.receive(*groups("a"))
+    assert rig.auditor.metrics()["audits_waiting"] == BEHIND + 1
 
 
 def test_a_suspect_group_is_dropped_alone_and_the_node_goes_on(rig: Rig):

@@ -8,9 +8,10 @@ import random
 import pytest
 
 from app.learner.audit.custody import Case, Custody
-from app.learner.audit.decide import FEW, Look, judge, route, share, trains
+from app.learner.audit.decide import FEW, Look, judge, route, share
 from app.learner.audit.statistics import NOTHING, Figures
 from app.learner.buffer import Group
+from app.protocol.audits import Audit, Fault, Verdict
 from app.protocol.trust_spec import TrustSpec
 from tests.unit.learner.samples import group
 
@@ -77,10 +78,15 @@ FINE = Look(figures(0.01), 0.0, 0, None)
     ],
 )
 def test_judge(changes, verdict: str, fault: str):
-    said = judge(dataclasses.replace(FINE, **changes), 0.03)
-    assert said[:2] == (verdict, fault)
-    assert bool(said[2]) == (verdict != "passed")
-    assert trains(*said[:2]) == (fault == "")
+    found = judge(dataclasses.replace(FINE, **changes), 0.03)
+    assert found[:2] == (verdict, fault)
+    assert bool(found[2]) == (verdict != "passed")
+    assert said(*found[:2]).clean == (fault == "")
+
+
+def said(verdict: Verdict, fault: Fault = "") -> Audit:
+    """An audit with this outcome."""
+    return Audit(node_id="n", work_item="w", version=0, verdict=verdict, fault=fault)
 
 
 def case(name: str, version: int = 0, node: str = "n", **options) -> Case:
@@ -92,11 +98,11 @@ def test_a_node_is_on_probation_until_its_groups_have_passed():
     cases = [case(f"w{i}") for i in range(9)]
     assert [custody.receive(c) for c in cases[:8]] == ["first"] * 8
     for c in cases[:7]:
-        assert custody.settled(c, True, "passed", "") == []
+        assert custody.settled(c, True, said("passed")) == []
     assert custody.receive(cases[8]) == "first"
-    custody.settled(cases[7], True, "suspect", "logprobs")
+    custody.settled(cases[7], True, said("suspect", "logprobs"))
     assert custody.receive(case("x")) == "first", "one that did not pass is not counted"
-    custody.settled(cases[8], True, "passed", "")
+    custody.settled(cases[8], True, said("passed"))
     assert custody.receive(case("y")) == "train"
 
 
@@ -106,7 +112,7 @@ def test_what_a_learner_counted_before_is_not_asked_again():
     custody.known("n", 3)
     assert custody.receive(case("a", 4)) == "first"
     assert custody.receive(case("other", node="m")) == "first"
-    custody.settled(case("a", 4), True, "passed", "")
+    custody.settled(case("a", 4), True, said("passed"))
     assert custody.receive(case("b", 4)) == "train"
 
 
@@ -116,10 +122,10 @@ def test_under_a_new_version_all_wait_for_the_first():
     first, second, third = (case(f"w{i}", 5) for i in range(3))
     assert [custody.receive(c) for c in (first, second, third)] == ["first", "wait", "wait"]
     assert custody.waiting == 2
-    again = custody.settled(first, True, "suspect", "logprobs")
+    again = custody.settled(first, True, said("suspect", "logprobs"))
     assert again == [second, third]
     assert [custody.receive(c) for c in again] == ["first", "wait"], "the next one is looked at"
-    assert custody.settled(second, True, "passed", "") == [third]
+    assert custody.settled(second, True, said("passed")) == [third]
     assert custody.receive(third) == "train"
     assert custody.receive(case("w4", 6)) == "first"
 
@@ -128,11 +134,11 @@ def test_a_version_that_can_not_be_looked_at_holds_nobody_up():
     custody = Custody(TRUST, lambda: 0.9)
     custody.known("n", 100)
     custody.receive(case("a", 5))
-    custody.settled(case("a", 5), True, "unclear", "")
+    custody.settled(case("a", 5), True, said("unclear"))
     assert custody.receive(case("b", 5)) == "train"
     foreign = case("c", 6, foreign=True)
     custody.receive(foreign)
-    custody.settled(foreign, True, "unclear", "logprobs")
+    custody.settled(foreign, True, said("unclear", "logprobs"))
     assert custody.receive(case("d", 6)) == "first"
 
 
@@ -141,7 +147,7 @@ def test_what_others_began_does_not_speak_for_the_node_that_finished_it():
     custody.known("n", 100)
     foreign = case("c", 6, foreign=True)
     custody.receive(foreign)
-    custody.settled(foreign, True, "passed", "")
+    custody.settled(foreign, True, said("passed"))
     assert custody.receive(case("d", 6)) == "first"
 
 
@@ -163,7 +169,7 @@ def test_so_many_are_chosen_and_no_pattern_says_which(interruptible: bool, expec
     custody = Custody(TRUST, rng.random)
     custody.known("n", 100)
     custody.receive(case("first"))
-    custody.settled(case("first"), True, "passed", "")
+    custody.settled(case("first"), True, said("passed"))
     found = [custody.receive(case(f"w{i}", interruptible=interruptible)) for i in range(20_000)]
     assert set(found) == {"beside", "train"}
     assert found.count("beside") / len(found) == pytest.approx(expected, abs=0.004)
