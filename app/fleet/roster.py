@@ -140,7 +140,8 @@ class Roster:
                 await self._depart(session, node, NodeState.GONE, lease.reason)
                 self.leases.request_release(session, lease, lease.reason)
             elif node.files_refused >= REFUSED_TOLERATED:
-                why = f"{node.files_refused} times in a row its files were refused, its leases ran out or it could not answer"
+                failed = "its files were refused, its leases ran out or it could not answer"
+                why = f"{node.files_refused} times in a row {failed}"
                 await self._depart(session, node, NodeState.LOST, why)
                 await self.leases.cool_down(session, lease, why)
                 self.leases.request_release(session, lease, why)
