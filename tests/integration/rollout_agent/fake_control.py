@@ -292,6 +292,11 @@ class Control:
         self.committed.update(trajectory.oldest_versions(table))
         return _json(CommitAnswer(accepted=asked.work_items))
 
+    @property
+    def faults(self) -> list[Report]:
+        """Reports of what went wrong; that work is handed back at the end is none."""
+        return [report for report in self.reports if report.kind != "handed_back"]
+
     async def _report(self, request: Request) -> Response:
         self._check(request, "report")
         self.reports.append(Report.model_validate_json(await request.body()))

@@ -210,9 +210,9 @@ async def test_a_version_that_does_not_fit_is_reported_and_the_old_one_stays(tmp
     async with running(tmp_path) as (control, _), agent_of(control, tmp_path / "node") as (_, life):
         await eventually(lambda: len(control.committed) >= 1, "work is committed")
         await control.publish_misfit(1)
-        await eventually(lambda: len(control.reports) >= 1, "it is reported")
+        await eventually(lambda: len(control.faults) >= 1, "it is reported")
         assert control.reports[0].kind == "engine_error"
-        assert control.reports[0].version == 1
+        assert control.faults[0].version == 1
         before = len(control.committed)
         await eventually(lambda: len(control.committed) > before + 4, "it works on")
         assert set(control.committed.values()) == {0}

@@ -56,4 +56,4 @@ async def test_a_machine_whose_engine_hangs_gives_itself_back_and_says_why(tmp_p
         assert ending.code == 1
         assert "the engine hangs" in ending.reason
         assert control.leaves[0].unfit
-        assert [(r.kind, r.subject) for r in control.reports] == [("engine_error", "hung")]
+        assert [(r.kind, r.subject) for r in control.faults] == [("engine_error", "hung")]

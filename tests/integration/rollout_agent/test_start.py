@@ -163,4 +163,4 @@ async def test_a_public_file_comes_from_the_hub_that_the_settings_name(tmp_path:
         control.files[f"hub/org/m/resolve/{control.hub.revision}/large.jsonl"] = b"as large as it likes"
         async with living(control, tmp_path / "node", hf_endpoint=f"{control.base_url}/objects/hub"):
             await eventually(lambda: NodeState.ACTIVE in control.states, "it is active")
-        assert [r for r in control.reports if r.kind != "handed_back"] == []
+        assert control.faults == []

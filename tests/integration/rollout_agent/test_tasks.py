@@ -47,12 +47,12 @@ async def test_its_rewards_count_and_one_that_kills_its_process_is_no_zero(tmp_p
         give_file(control)
         async with agent_of(control, tmp_path / "node") as (agent, life):
             await eventually(lambda: len(control.committed) >= 8, "work is committed")
-            await eventually(lambda: len(control.reports) >= 1, "the reward that failed is reported")
+            await eventually(lambda: len(control.faults) >= 1, "the reward that failed is reported")
             agent.stop()
             assert (await asyncio.wait_for(life, 20)).code == 0
     assert {round(row.reward * 100) for row in control.rows} == {row.prompt_index for row in control.rows}
     assert 1 not in {row.prompt_index for row in control.rows}
-    assert {(report.kind, "exit status 3" in report.detail) for report in control.reports} == {("task_error", True)}
+    assert {(report.kind, "exit status 3" in report.detail) for report in control.faults} == {("task_error", True)}
 
 
 async def test_a_file_that_is_not_the_one_announced_ends_the_node(tmp_path: Path) -> None:
@@ -86,4 +86,4 @@ async def test_a_job_that_scores_elsewhere_has_zeros(tmp_path: Path) -> None:
             assert (await asyncio.wait_for(life, 20)).code == 0
     assert {row.reward for row in control.rows} == {0.0}
     assert {row.prompt_index for row in control.rows} >= {1, 2}
-    assert [r for r in control.reports if r.kind != "handed_back"] == []
+    assert control.faults == []
