@@ -27,9 +27,13 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def join_token(pid: int) -> str:
-    """The join token of a machine that was stopped before its agent could use it."""
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(line for line in environment if line.startswith(b"ECHO2_JOIN_TOKEN=")).decode().partition("=")[2]
+    """The join token of a machine that was stopped before its agent could use it; empty if it was given back since."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    found = (line for line in environment if line.startswith(b"ECHO2_JOIN_TOKEN="))
+    return next(found, b"").decode().partition("=")[2]
 
 
 class Street:
@@ -55,8 +59,12 @@ class Street:
 
     def take_over(self, kind: str) -> None:
         """The next machine, as a node of this kind."""
-        wait(lambda: self.look() and self._stopped, f"there is a machine for {kind}", 60)
-        token = join_token(self._stopped.pop(0))
+
+        def another() -> str:
+            self.look()
+            return join_token(self._stopped.pop(0)) if self._stopped else ""
+
+        token = wait(another, f"there is a machine for {kind}", 60)
         self.nodes[kind] = Impostor(self._stage, token, kind, self._lab)
 
 
