@@ -100,7 +100,9 @@ async def test_sigterm_in_the_middle_of_a_long_batch_hands_everything_back_in_ti
         # An item whose taking over was not heard in time is handed back once more.
         assert set(leave.unfinished) | set(control.begun) == set(control.leased), log
         heard = control.calls.index("heartbeat", len(control.calls) - 1 - control.calls[::-1].index("heartbeat"))
-        assert control.calls[heard + 1 :] in (["leave"], ["upload", "partials", "leave"]), "no more work is asked for"
+        # What was not begun may be given back on its own.
+        after = [call for call in control.calls[heard + 1 :] if call != "report"]
+        assert after in (["leave"], ["upload", "partials", "leave"]), "no more work is asked for"
 
 
 async def test_a_machine_s_own_metadata_service_is_asked_and_not_through_the_proxy(tmp_path: Path) -> None:
