@@ -117,9 +117,8 @@ def verdict(s: dict[str, Any], nodes: int = 3) -> list[str]:
         f"our ledger says ${usd(spent)}, the marketplace's bill ${usd(bill)}: more than 1 % apart": (
             bill > 0 and abs(spent - bill) <= 0.01 * bill
         ),
-        f"before the bill corrected it our ledger said ${usd(own)}, the bill ${usd(bill)}: more than 3 % apart": (
-            # Machines live a minute here: that one is gone is seen a second or more later, which is a percent of it.
-            bill > 0 and abs(own - bill) <= 0.03 * bill
+        f"before the bill corrected it our ledger said ${usd(own)}, the bill ${usd(bill)}: more than 1 % apart": (
+            bill > 0 and abs(own - bill) <= 0.01 * bill
         ),
         f"{s['leases_open']} leases are open": s["leases_open"] == 0,
         f"{s['machines_running']} machines are running": s["machines_running"] == 0,

@@ -32,7 +32,7 @@ def test_a_run_that_kept_everything_passes() -> None:
             "spent $2.000001",
         ),
         ({"spent_usd": "0.030500"}, "our ledger says $0.030500"),
-        ({"spent_own_count_usd": "0.028000"}, "before the bill corrected it"),
+        ({"spent_own_count_usd": "0.029000"}, "before the bill corrected it"),
         ({"leases_open": 1}, "leases are open"),
         ({"machines_running": 2}, "machines are running"),
         ({"nodes_peak": 2}, "fewer than 3"),

@@ -8,12 +8,12 @@ from contextlib import AbstractAsyncContextManager
 from sqlalchemy import select
 
 from app.fleet.litter import Litter
-from app.protocol.trajectory import encode
 from app.storage.models import Job
 from tests.integration.control.rig import Learner, Node_, World
 from tests.integration.control.test_exams import answer, exam
 from tests.integration.control.test_heldout_audits import started
 from tests.integration.control.test_quarantine import WRONG, audit, tell
+from tests.integration.control.test_work import handed_in_late
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 SETTLED_S = 2 * 3600
@@ -101,13 +101,8 @@ async def test_what_a_job_that_is_over_left_behind_goes_too(control: World) -> N
 async def test_a_file_that_came_too_late_for_all_its_groups_goes_once_it_is_old(control: World) -> None:
     job_id = await control.create(staleness_budget=1, stop={"steps": 100})
     learner, (node,) = await control.running(job_id)
-    items, slot = await node.work(2)
-    assert slot is not None
-    for _ in range(2):
-        await learner.train([])
-    data = encode(node.rollouts(items))
-    await node.put(slot, data)
-    assert (await node.commit(slot, data, [i.id for i in items])).json()["accepted"] == []
+    _, slot, said = await handed_in_late(learner, node)
+    assert said["accepted"] == []
     await learner.publish(2)
     node.version = 2
     await node.beat()

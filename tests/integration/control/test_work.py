@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from app.protocol.trajectory import encode
-from app.protocol.work import WorkItem
+from app.protocol.work import UploadSlot, WorkItem
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.fake_provider import FakeProvider
 from tests.integration.control.rig import MU, PROMPTS, Learner, Node_, World
@@ -321,9 +321,8 @@ async def test_the_speed_of_a_self_test_rents_nothing(control: World, provider: 
     assert (row.mu_measured, row.tokens_per_s) == (None, 100.0)
 
 
-async def test_rollouts_over_the_staleness_budget_are_dropped_and_counted(control: World) -> None:
-    job_id = await control.create(staleness_budget=1, stop={"steps": 50})
-    learner, (node,) = await control.running(job_id)
+async def handed_in_late(learner: Learner, node: Node_) -> tuple[list[WorkItem], UploadSlot, dict[str, Any]]:
+    """Two groups that are committed when the learner is two steps on; where their file is, and the answer."""
     items, slot = await node.work(2)
     assert slot is not None
     for _ in range(2):
@@ -331,7 +330,14 @@ async def test_rollouts_over_the_staleness_budget_are_dropped_and_counted(contro
     data = encode(node.rollouts(items))
     await node.put(slot, data)
     answer = await node.commit(slot, data, [i.id for i in items])
-    assert (answer.json()["accepted"], sorted(answer.json()["late"])) == ([], sorted(i.id for i in items))
+    return items, slot, dict(answer.json())
+
+
+async def test_rollouts_over_the_staleness_budget_are_dropped_and_counted(control: World) -> None:
+    job_id = await control.create(staleness_budget=1, stop={"steps": 50})
+    learner, (node,) = await control.running(job_id)
+    items, _, answer = await handed_in_late(learner, node)
+    assert (answer["accepted"], sorted(answer["late"])) == ([], sorted(i.id for i in items))
     assert (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]["rollouts_dropped"] == 4
     assert (await node.ask())["items"] == []
     await learner.publish(2)
