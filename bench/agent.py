@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--swaps", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=5.0)

@@ -1,7 +1,8 @@
 """One vLLM server, driven by a bare loop and by the agent's worker, in turns; and what a swap takes beyond the load.
 
 The bare loop keeps as many requests under way as the worker had, over the same prompts and with the same limits, and
-throws the answers away. Both are measured by the engine's own count of tokens.
+throws the answers away. Both are measured by the engine's own count of tokens. Turns are short and neighbours are
+compared, in changing order, since the machine's own speed may double or halve within minutes; so are swaps and loads.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.protocol.errors import Unavailable
 from app.protocol.job import SamplingSpec
 from app.protocol.node import Directives, JoinAnswer, JoinRequest
 from app.protocol.task_spec import TaskSpec
 from app.rollout_agent.batch import TextSide
 from app.rollout_agent.bench_model import BenchModel, prepare
 from app.rollout_agent.client import NodeClient
+from app.rollout_agent.engines.base import Load
 from app.rollout_agent.engines.vllm import VllmEngine
 from app.rollout_agent.engines.vllm_answers import sampling_params, tokens_made
 from app.rollout_agent.engines.vllm_command import VllmOptions
@@ -41,7 +45,11 @@ SEQUENCES = 64
 """More than two cores decode in one go would only wait for each other."""
 WARM_S = 25.0
 """A worker finds out in that time how much the engine takes."""
-BARE_WARM_S = 12.0
+FULL = 0.9
+"""A turn is measured from when so much of what the engine decodes at once is under way."""
+TURN_S = 60.0
+"""So long an engine may take to fill, or to empty."""
+LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +127,10 @@ async def rig(python: str, max_tokens: int) -> AsyncIterator[Rig]:
 
 
 @contextlib.asynccontextmanager
-async def worker(found: Rig) -> AsyncIterator[StreamWorker]:
-    """The agent's worker at work."""
-    http = Stub(GROUP_SIZE, PROMPTS, joined(found.max_tokens)).client()
+async def worker(found: Rig) -> AsyncIterator[tuple[StreamWorker, Stub]]:
+    """The agent's worker at work, and what gives it that."""
+    stub = Stub(GROUP_SIZE, PROMPTS, joined(found.max_tokens))
+    http = stub.client()
     client = NodeClient(BASE, http)
     answer = await client.join(JoinRequest(agent_version="bench", engine="vllm"), "t")
     ledger = WorkLedger(time.monotonic)
@@ -135,7 +144,7 @@ async def worker(found: Rig) -> AsyncIterator[StreamWorker]:
         made.installed()
         running = asyncio.create_task(made.run())
         try:
-            yield made
+            yield made, stub
             made.drain(2.0)
             await asyncio.wait_for(running, 30)
         finally:
@@ -168,30 +177,70 @@ async def bare(found: Rig, concurrency: int) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@contextlib.asynccontextmanager
+async def fed(stub: Stub) -> AsyncIterator[None]:
+    """Work for the worker."""
+    stub.open = True
+    try:
+        yield
+    finally:
+        stub.open = False
+
+
+async def turn(found: Rig, seconds: float, driver: AbstractAsyncContextManager[None]) -> tuple[float, float]:
+    """One driver from an idle engine to an idle engine: tokens per second while it was full, and how much of a core
+    this process took then."""
+    async with driver:
+        await until(found, lambda load: load.running >= FULL * SEQUENCES, "the engine is full")
+        began, before = time.perf_counter(), time.process_time()
+        speed = await found.tokens_per_s(seconds)
+        own = (time.process_time() - before) / (time.perf_counter() - began)
+    await until(found, lambda load: not load.running + load.waiting, "the engine is idle")
+    return speed, own
+
+
+async def until(found: Rig, seen: Callable[[Load], bool], what: str) -> None:
+    """Raises Unavailable when it takes too long."""
+    deadline = time.monotonic() + TURN_S
+    while not seen(await found.engine.load_figures()):
+        if time.monotonic() > deadline:
+            raise Unavailable(f"not within {TURN_S:.0f} s: {what}")
+        await asyncio.sleep(LOOK_S)
+
+
 async def compare(found: Rig, seconds: float, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Turns of worker and bare loop; the median of the ratios of neighbours."""
-    through: list[float] = []
-    direct: list[float] = []
+    through: list[tuple[float, float]] = []
+    direct: list[tuple[float, float]] = []
     levels: list[int] = []
-    for turn in range(rounds):
-        async with worker(found) as made:
-            await asyncio.sleep(WARM_S)
-            through.append(await found.tokens_per_s(seconds))
+    async with worker(found) as (made, stub):
+        await asyncio.sleep(WARM_S)
+        stub.open = False
+        await until(found, lambda load: not load.running + load.waiting, "the engine is idle")
+        for number in range(rounds):
             levels.append(made.target)
-        async with bare(found, levels[-1]):
-            await asyncio.sleep(BARE_WARM_S)
-            direct.append(await found.tokens_per_s(seconds))
-        say(f"turn {turn + 1}: agent {through[-1]:.0f}/s with {levels[-1]} under way, bare loop {direct[-1]:.0f}/s")
+            if number % 2:
+                direct.append(await turn(found, seconds, bare(found, levels[-1])))
+            through.append(await turn(found, seconds, fed(stub)))
+            if not number % 2:
+                direct.append(await turn(found, seconds, bare(found, levels[-1])))
+            (speed, own), (least, others) = through[-1], direct[-1]
+            say(
+                f"turn {number + 1}: agent {speed:.0f}/s with {levels[-1]} under way, bare loop {least:.0f}/s, "
+                f"ratio {speed / least:.3f}; cores taken {own:.2f} and {others:.2f}"
+            )
+    ratios = sorted(a / b for (a, _), (b, _) in zip(through, direct, strict=True))
     return {
-        "tokens_vs_engine": round(statistics.median(a / b for a, b in zip(through, direct, strict=True)), 4),
-        "agent_tokens_per_s": round(statistics.median(through), 1),
-        "engine_tokens_per_s": round(statistics.median(direct), 1),
+        "tokens_vs_engine": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "agent_tokens_per_s": round(statistics.median(speed for speed, _ in through), 1),
+        "engine_tokens_per_s": round(statistics.median(speed for speed, _ in direct), 1),
         "under_way": levels,
     }
 
 
 async def swaps(found: Rig, count: int) -> dict[str, Any]:
-    """Installs under load, beside loads of the same file by the same server and nothing else."""
+    """Installs under load, each beside a load of the same file by the same server and nothing else."""
     whole, load = [], []
     payload = str(found.model.snapshot.payload_path)
     async with worker(found):
@@ -201,7 +250,6 @@ async def swaps(found: Rig, count: int) -> dict[str, Any]:
             await found.host.install(found.model.snapshot)
             whole.append(time.perf_counter() - began)
             await asyncio.sleep(0.5)
-        for _ in range(count):
             await found.life.http.pause("keep")
             began = time.perf_counter()
             await found.life.http.load_weights(payload)
@@ -209,7 +257,7 @@ async def swaps(found: Rig, count: int) -> dict[str, Any]:
             await found.life.http.resume()
             await asyncio.sleep(0.5)
     return {
-        "swap_overhead_s": round(statistics.median(whole) - statistics.median(load), 4),
+        "swap_overhead_s": round(statistics.median(a - b for a, b in zip(whole, load, strict=True)), 4),
         "swap_s": round(statistics.median(whole), 4),
         "swap_longest_s": round(max(whole), 4),
         "load_s": round(statistics.median(load), 4),

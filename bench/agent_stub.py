@@ -1,6 +1,6 @@
 """As much of a control service and an object store as one worker needs, inside the bench's own process.
 
-Invariant: there is always work, every file is read and counted as the service would read it.
+Invariant: there is always work unless `open` is False; every file is read and counted as the service would read it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Stub:
     joined: JoinAnswer
     tokens: int = 0
     """Completion tokens that were handed in."""
+    open: bool = True
+    """Whether there is work."""
     files: dict[str, bytes] = field(default_factory=dict)
     _count: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -57,6 +59,8 @@ class Stub:
 
     async def _work(self, request: Request) -> Response:
         wanted = WorkRequest.model_validate_json(await request.body())
+        if not self.open:
+            return _answer(WorkAnswer(items=[], upload=None))
         items = [
             WorkItem(
                 id=f"w{n}", prompt_index=n % self.prompts, group_size=self.group_size, seed=n, deadline_s=600.0

@@ -22,6 +22,9 @@ HOST_SCRIPT = INSIDE / "echo2_engine_host.py"
 MODULE = "vllm.entrypoints.openai.api_server"
 BASE_NAME = "echo2-base"
 CPU_CACHE_BYTES = 256 * 1024 * 1024
+CPU_ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""On a CPU vLLM puts even a single worker into a process of its own, and the two then spin while they wait for each
+other: two cores have nothing left for the server and us. What it fears for, the workers' threads, are set below."""
 MAX_LORAS = 4
 """Adapters in use at once: that of the newest version, and those under which long completions began."""
 
@@ -65,13 +68,16 @@ def command(options: VllmOptions, model: Path, port: int, blueprint: Blueprint) 
     ]
     arguments += ["--logprobs-mode", "processed_logprobs"]
     arguments += ["--scheduling-policy", "priority", "--max-num-seqs", str(options.max_sequences)]
-    arguments += ["--tensor-parallel-size", str(tensor_parallel(options, blueprint.heads))]
+    workers = tensor_parallel(options, blueprint.heads)
+    arguments += ["--tensor-parallel-size", str(workers)]
     arguments += ["--worker-extension-cls", "echo2_engine_worker.Extension"]
     arguments += ["--max-model-len", "auto" if options.max_model_len is None else str(options.max_model_len)]
     if options.device == "cpu":
         # A seeded request whose prompt comes in two steps ends the engine there: its random numbers can't be set back.
         arguments += ["--no-enable-chunked-prefill"]
         arguments += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
+        if workers == 1:
+            arguments += ["--distributed-executor-backend", CPU_ALONE]
     else:
         arguments += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.memory_share)]
     if blueprint.nameless is not None:

@@ -6,7 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -215,6 +215,16 @@ def test_an_engine_is_told_no_secret_of_the_machine(name: str) -> None:
 @pytest.mark.parametrize("name", NEEDED.split())
 def test_an_engine_keeps_what_its_libraries_go_by(name: str) -> None:
     assert environment(OPTIONS, {name: "as set"}, "k3y")[name] == "as set"
+
+
+@pytest.mark.parametrize(("device", "gpus", "alone"), [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)])
+def test_a_single_worker_on_a_cpu_has_no_process_that_spins_beside_the_scheduler(
+    device: Literal["cpu", "cuda"], gpus: int, alone: bool
+) -> None:
+    line = command(replace(OPTIONS, device=device, gpus=gpus), Path("/m"), 1, PLAIN)
+    assert ("--distributed-executor-backend" in line) == alone
+    user = replace(OPTIONS, device=device, extra_args=("--distributed-executor-backend", "mp"))
+    assert command(user, Path("/m"), 1, PLAIN)[-2:] == ["--distributed-executor-backend", "mp"]
 
 
 def test_a_model_whose_config_names_no_architecture_gets_its_own() -> None:
