@@ -52,6 +52,7 @@ def marketplace(
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8090,
     control: Annotated[bool, typer.Option("--control", help="Open the control side, /_market/…")] = False,
     machines: Annotated[Path | None, typer.Option(help="Price list, TOML.")] = None,
+    speed: Annotated[float, typer.Option(help="Machines so many times as fast as the price list says.")] = 1.0,
 ) -> None:
     """Run the local marketplace alone. Its key: ECHO2_MARKETPLACE_API_KEY."""
     from providers.marketplace.config import DEFAULT_MACHINES, MarketConfig
@@ -63,8 +64,9 @@ def marketplace(
         raise typer.BadParameter("ECHO2_MARKETPLACE_API_KEY is not set: choose a key that clients must send")
     state = Path(os.environ.get("ECHO2_STATE_DIR", ".echo2")).absolute() / "marketplace"
     config = MarketConfig(
-        state_dir=state, api_key=key, port=port, control_enabled=control, machines_file=machines or DEFAULT_MACHINES
-    )
+        state_dir=state, api_key=key, port=port, control_enabled=control, machines_file=machines or DEFAULT_MACHINES,
+        speed=speed,
+    )  # fmt: skip
     asyncio.run(run(config, lambda url: print(f"marketplace at {url}", flush=True)))
 
 

@@ -69,6 +69,7 @@ def _start(settings: Settings, folder: Path, port: int) -> psutil.Process:
     command = [sys.executable, "-m", "app.cli", "marketplace", "--port", str(port)]
     if settings.marketplace_control:
         command.append("--control")
+    command += ["--speed", str(settings.marketplace_speed)]
     with (folder / "marketplace.log").open("ab") as output:
         process = psutil.Popen(
             command,

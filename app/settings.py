@@ -115,6 +115,11 @@ class Settings(BaseSettings):
         False, description=f"{BOOL}: whether the local marketplace takes orders to interrupt machines and move prices"
     )
 
+    marketplace_speed: float = Field(
+        1, gt=0, le=1000, allow_inf_nan=False,
+        description="the local marketplace's machines are so many times as fast as it says, above 0, at most 1000",
+    )  # fmt: skip
+
     tick_seconds: Seconds = Field(10, description=f"time between two rounds of the loop, {SECONDS}")
     offer_refresh_seconds: Seconds = Field(30, description=f"age at which offers are read anew, {SECONDS}")
     reconcile_seconds: Seconds = Field(60, description=f"time between two looks at a provider's list, {SECONDS}")

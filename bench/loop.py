@@ -1,11 +1,9 @@
-"""Whether the learner ever waits: the demo's loop with a model whose step takes a second.
+"""Whether the learner ever waits: the demo's loop without its incidents.
 
-The service, the local marketplace and its machines run as in `make demo`, without its incidents. The model is a larger
-one of the tiny model's kind, warmed up the same way: with the tiny one, a step takes less time than a version needs to
-reach the nodes, and no number of nodes can then keep a learner busy. The machines are slowed down by `--speed`, so that
-a job needs several of them and what is rented can come near to what is needed. Learner and service have one half of the
-cores, the machines the other: on shared cores a step takes the longer the more machines there are, and what is needed
-would follow what is rented. Left out of the figures: the first `--warm` steps. The last line is one JSON object.
+The service, the local marketplace and its machines run as in `make demo`. The machines are slowed down by `--speed`, so
+that a job needs several of them and what is rented can come near to what is needed. Learner and service have one half
+of the cores, the machines the other: on shared cores a step takes the longer the more machines there are, and what is
+needed would follow what is rented. Left out of the figures: the first `--warm` steps. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -21,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,35 +26,20 @@ from app.client import client, unwrap
 from app.demo import job_spec
 from app.demo.report import pages
 from app.demo.stage import FOLDER, Stage, free_port, service
-from app.learner.tiny import Recipe, tiny_model
 from app.protocol.errors import Unavailable
 from app.protocol.job import FINAL_STATUSES
-from providers.marketplace.config import DEFAULT_MACHINES
 
-MODELS = Path("build/models")
-LARGER = Recipe(hidden=256, layers=4, heads=8, intermediate=768, learning_rate=2e-3)
 DEADLINE_S = 900.0
 
 
-def spec(model: Path, steps: int, staleness: int, prompts: int) -> dict[str, Any]:
-    """The demo's job with another model, no evaluation on the way."""
+def spec(steps: int, staleness: int, prompts: int) -> dict[str, Any]:
+    """The demo's job, no evaluation on the way."""
     job = job_spec(steps)
     job["batch"]["prompts"] = prompts
     job["fleet"]["max_nodes"] = 8
-    job |= {"name": "loop", "model": str(model.absolute()), "staleness_budget": staleness}
+    job |= {"name": "loop", "staleness_budget": staleness}
     job["learner"] |= {"learning_rate": 1e-4, "eval_every": 100_000, "eval_prompts": 64}
     return job
-
-
-def slower(speed: float) -> Path:
-    """The local marketplace's price list with machines of `speed` times their speed."""
-
-    def scaled(match: re.Match[str]) -> str:
-        return f"speed = {float(match[1]) * speed:.1f}"
-
-    path = MODELS.parent / f"machines-{speed:g}.toml"
-    path.write_text(re.sub(r"^speed = ([0-9.]+)$", scaled, DEFAULT_MACHINES.read_text(), flags=re.MULTILINE))
-    return path.absolute()
 
 
 def halves() -> tuple[set[int], set[int]]:
@@ -69,13 +50,13 @@ def halves() -> tuple[set[int], set[int]]:
 
 
 @contextmanager
-def marketplace(stage: Stage, machines: Path, cores: set[int]) -> Iterator[None]:
+def marketplace(stage: Stage, speed: float, cores: set[int]) -> Iterator[None]:
     """A marketplace of our own, which the service finds at its address. Its machines stay on its cores."""
     command = [sys.executable, "-m", "app.cli", "marketplace", "--port", str(stage.market_port), "--control"]
     state = FOLDER.absolute() / "market"
     shutil.rmtree(state, ignore_errors=True)
     process = subprocess.Popen(
-        [*command, "--machines", str(machines)],
+        [*command, "--speed", str(speed)],
         env={**stage.environment(), "ECHO2_STATE_DIR": str(state)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -147,17 +128,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--speed", type=float, default=0.25)
     parser.add_argument("--prompts", type=int, default=32)
     options = parser.parse_args(arguments)
-    model = tiny_model(MODELS, LARGER)
     own, others = halves()
     os.environ["OMP_NUM_THREADS"] = str(len(own))
     os.sched_setaffinity(0, own)
     stage = Stage(free_port(), free_port())
     with (
-        marketplace(stage, slower(options.speed), others),
+        marketplace(stage, options.speed, others),
         service(stage),
         client(stage.control_url, stage.admin_key) as http,
     ):
-        posted = unwrap(http.post("/v1/jobs", json=spec(model, options.steps, options.staleness, options.prompts)))
+        posted = unwrap(http.post("/v1/jobs", json=spec(options.steps, options.staleness, options.prompts)))
         job, seen = follow(http, posted["id"], options.warm)
         steps = pages(http, f"/v1/jobs/{posted['id']}/steps")
     print(json.dumps(figures(job, steps, seen, options.warm)))

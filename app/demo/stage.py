@@ -62,6 +62,8 @@ class Stage:
             "ECHO2_MARKETPLACE_URL": self.market_url,
             "ECHO2_MARKETPLACE_API_KEY": self.market_key,
             "ECHO2_MARKETPLACE_CONTROL": "true",
+            # So slow that the job needs several.
+            "ECHO2_MARKETPLACE_SPEED": "0.4",
             "ECHO2_ADMIN_KEY": self.admin_key,
             "ECHO2_WEBHOOK_SECRET": self.webhook_secret,
             "ECHO2_TICK_SECONDS": "1",
@@ -70,7 +72,7 @@ class Stage:
             "ECHO2_HEARTBEAT_SECONDS": "1",
             "ECHO2_HEARTBEAT_TIMEOUT_SECONDS": "20",
             "ECHO2_JOIN_TIMEOUT_SECONDS": "120" if self.engine == "transformers" else "600",
-            "ECHO2_MIN_LEASE_SECONDS": "20",
+            "ECHO2_MIN_LEASE_SECONDS": "60",
             "ECHO2_WIND_DOWN_SECONDS": "20",
             "ECHO2_SETTLE_SECONDS": "10",
             # One chain: as much uplink as one machine can take.

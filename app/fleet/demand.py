@@ -8,7 +8,7 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import capacity, estimates, measured, sight, steering
+from app.fleet import broadcasts, capacity, estimates, measured, sight, steering
 from app.fleet.core import Core
 from app.protocol.job import JobSpec, period
 from app.protocol.node import NodeState
@@ -25,6 +25,8 @@ class Demand:
         """Eq. 2 with what is measured, what the pool delivers, and the aim that follows; kept for the API.
         Returns the aim."""
         job, spec = seen.job, seen.spec
+        # A machine that was given up may have been the last without the newest version.
+        await broadcasts.settle(self.core, session, job)
         t_bcast = job.t_bcast if job.t_bcast is not None else self._broadcast_prior(seen)
         need = capacity.plan(
             rollouts=spec.rollouts_per_step,

@@ -6,8 +6,9 @@ Invariant: an unknown GPU gets a cautious estimate and is marked, never dropped;
 from __future__ import annotations
 
 import math
+import statistics
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -134,6 +135,23 @@ def smooth(old: float | None, new: float, weight: float) -> float:
 def weight(sample_s: float) -> float:
     """Share of a new sample that took `sample_s` seconds: the average spans at least 10 samples and ten seconds."""
     return min(0.1, max(0.02, sample_s / 10))
+
+
+USUAL_STEPS, USUAL_S, MOST_STEPS = 9, 10.0, 50
+"""The usual step is that of so many steps, or more of short ones, until they are so many seconds."""
+
+
+def usual_step(times: Sequence[float]) -> float:
+    """T_train of the newest steps, `times` from the newest back to the job's first, at least one; seconds.
+
+    A median: one step that other work held up, or the first with its warm-up, says nothing of the next, and a change
+    that lasts is known after half of the steps, where an average still remembers what was before.
+    """
+    taken, seconds = 0, 0.0
+    while taken < min(len(times), MOST_STEPS) and (taken < USUAL_STEPS or seconds < USUAL_S):
+        seconds += times[taken]
+        taken += 1
+    return statistics.median_low(times[:taken])
 
 
 def broadcast_time(size: int, nodes: int, uplink_mbps: float, node_mbps: float, hop_s: float = 0.05) -> float:

@@ -29,6 +29,7 @@ from app.protocol.job_patch import JobPatch
 from app.protocol.task_spec import TaskSpec
 from app.storage.models import Job, Outbox
 
+BUILT_IN = ("tiny", "small")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 CHECKS_AT_ONCE = 2
@@ -210,9 +211,9 @@ def _job_id(owner: str, idempotency_key: str | None) -> str:
 
 def _model_problem(model: str) -> str:
     """What is wrong with the name of a model, as far as it can be told without loading it."""
-    if model == "tiny" or (_HUB_ID.fullmatch(model) and not Path(model).exists()):
+    if model in BUILT_IN or (_HUB_ID.fullmatch(model) and not Path(model).exists()):
         return ""
     path = Path(model)
     if path.is_absolute() or model.startswith("."):
         return "" if (path / "config.json").is_file() else f"{model} is not a folder with a config.json"
-    return 'must be "tiny", a Hugging Face id (org/name), or the path of a local model folder'
+    return 'must be "tiny" or "small", a Hugging Face id (org/name), or the path of a local model folder'

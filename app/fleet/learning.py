@@ -17,7 +17,7 @@ from app.fleet import heldout, model_files, money, partials, quarantine, replay,
 from app.fleet.books import books
 from app.fleet.capacity import bubble_ratio
 from app.fleet.core import Core
-from app.fleet.estimates import smooth, weight
+from app.fleet.estimates import MOST_STEPS, usual_step
 from app.fleet.exams import Exams
 from app.fleet.measured import take_learner
 from app.fleet.roster import Roster
@@ -226,8 +226,9 @@ class Learning:
                 spent_micros=found.before + money.total_spent(found.leases, now),
             )
         )  # fmt: skip
-        # The rehearsal's time is a guess; the first real step replaces it.
-        job.t_train = report.t_train if job.step == 0 else smooth(job.t_train, report.t_train, weight(report.t_train))
+        times = select(Step.t_train).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(MOST_STEPS)
+        # This step is among them; the rehearsal's time was a guess.
+        job.t_train = usual_step(list(await session.scalars(times)))
         job.step, job.reward_train = report.step, report.reward
         job.rollouts_trained += rollouts
         job.train_seconds += report.t_train

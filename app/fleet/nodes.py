@@ -12,8 +12,7 @@ import secrets
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import links, model_files, partials, proving, returns, starts, tokens, waiting
-from app.fleet.estimates import smooth, weight
+from app.fleet import broadcasts, links, model_files, partials, proving, returns, starts, tokens, waiting
 from app.fleet.leases import UNFIT_S, token_hash
 from app.fleet.measured import take_node
 from app.fleet.roster import LIES_TOLERATED, LIVE, PRESIGN_MAX_S, Roster
@@ -31,7 +30,7 @@ from app.protocol.node import (
     Upstream,
 )
 from app.protocol.startup import StartPhase, StartProgress
-from app.storage.models import Job, Lease, LeaseState, Node, SnapshotRow
+from app.storage.models import Job, Lease, LeaseState, Node
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +179,7 @@ class Nodes(Roster):
             if await take_node(session, job, node, lease, beat, store_has_room=roomy):
                 await self.links_changed(session, job)
             if beat.policy_version is not None and beat.policy_version != was:
-                finished = await self._broadcast_done(session, job)
+                finished = await broadcasts.settle(self.core, session, job)
             directives = await self._directives(session, job, lease, node)
         if beat.policy_version != was or finished is not None:
             self.core.announce(job.id)
@@ -189,7 +188,8 @@ class Nodes(Roster):
     def _take(self, session: AsyncSession, node: Node, lease: Lease, beat: Heartbeat) -> None:
         now = self.core.clock()
         passed_s, node.heartbeat_at = now - node.heartbeat_at, now
-        node.policy_version = beat.policy_version
+        if beat.policy_version != node.policy_version:
+            node.policy_version, node.version_at = beat.policy_version, now
         # The control side's wish to drain outlives what the node last knew of it.
         # Only `leave`, which also gives the lease back, makes it gone.
         ending = beat.state in (NodeState.GONE, NodeState.LOST) or (node.drain and beat.state is NodeState.ACTIVE)
@@ -223,25 +223,6 @@ class Nodes(Roster):
         paid_s = now - (lease.gpu_since or lease.created_at)
         lease.download_bytes = links.believed_bytes(beat.bytes_down, lease.download_bytes, lease.down_mbps, paid_s)
         lease.upload_bytes = links.believed_bytes(beat.bytes_up, lease.upload_bytes, lease.up_mbps, paid_s)
-
-    async def _broadcast_done(self, session: AsyncSession, job: Job) -> int | None:
-        """If every active node has a version, its broadcast (and that of older ones) is over."""
-        active = list(await session.scalars(select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE)))
-        versions = [n.policy_version for n in active if n.policy_version is not None]
-        if not versions or len(versions) < len(active):
-            return None
-        now, done = self.core.clock(), None
-        query = select(SnapshotRow).where(
-            SnapshotRow.job_id == job.id, SnapshotRow.completed_at.is_(None), SnapshotRow.version <= min(versions)
-        )
-        for row in await session.scalars(query):
-            row.completed_at, done = now, row.version
-            seconds = now - row.published_at
-            # v0 waits for the first machines to be rented: that is start-up, not a broadcast.
-            if row.version > 0:
-                job.t_bcast = smooth(job.t_bcast, seconds, weight(job.t_train or seconds))
-                self.core.metrics.broadcast.labels(job.id).observe(seconds)
-        return done
 
     async def _directives(self, session: AsyncSession, job: Job, lease: Lease, node: Node) -> Directives:
         settings, now = self.core.settings, self.core.clock()

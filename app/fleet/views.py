@@ -177,7 +177,7 @@ class Views:
         carried = {kind: sum(int(n.bytes_from.get(kind, 0)) for n in nodes) for kind in ("learner", "peer", "store")}
         times = (
             await session.execute(
-                select(func.count(), func.avg(SnapshotRow.completed_at - SnapshotRow.published_at)).where(
+                select(func.count(), func.avg(SnapshotRow.broadcast_s)).where(
                     SnapshotRow.job_id == job.id, SnapshotRow.completed_at.is_not(None), SnapshotRow.version > 0
                 )
             )

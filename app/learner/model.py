@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from app.learner.hub import first_line, network_errors
 from app.learner.lora import adapter_weights
-from app.learner.tiny import TINY, tiny_model
+from app.learner.tiny import RECIPES, tiny_model
 from app.protocol.errors import BadInput, LearnerError
 
 MAX_ASSET_BYTES = 64 * 1024 * 1024
@@ -42,13 +42,13 @@ class LoadedModel:
 
 
 def resolve(name: str, cache_dir: Path, *, revision: str | None = None, endpoint: str | None = None) -> Path:
-    """The folder with config.json, tokenizer and safetensors of `tiny`, a local folder, or a Hugging Face id.
+    """The folder with config.json, tokenizer, safetensors of `tiny` or `small`, a local folder, or a Hugging Face id.
 
     `revision`: the commit of the latter; None: the newest. `endpoint`: of the Hub; default: the one of its library,
     `HF_ENDPOINT`. Raises BadInput when the name is wrong, LearnerError when it can't be had now.
     """
-    if name == TINY:
-        return tiny_model(cache_dir)
+    if name in RECIPES:
+        return tiny_model(cache_dir, RECIPES[name])
     local = Path(name).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -70,7 +70,7 @@ def _download(name: str, cache_dir: Path, revision: str | None, endpoint: str | 
         return Path(found)
     except HFValidationError as error:
         raise BadInput(
-            f"model {name!r} is neither 'tiny', nor a folder here, nor an id of the form org/name"
+            f"model {name!r} is neither 'tiny' or 'small', nor a folder here, nor an id of the form org/name"
         ) from error
     except GatedRepoError as error:
         raise LearnerError(f"model {name!r} is gated: accept its terms and give the learner HF_TOKEN") from error

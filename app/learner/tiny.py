@@ -1,10 +1,10 @@
-"""The model `tiny`: small enough that a real GRPO run fits two CPU cores.
+"""The models `tiny` and `small`: real GRPO runs of them fit two CPU cores.
 
 Invariant: the folder `tiny-<recipe hash>` is complete or absent, is made once however many processes ask, and depends
 on nothing but the recipe (weights are equal bit by bit on the same kind of CPU).
 
-A Qwen3 of 465 thousand parameters learns to spell short words backward by supervised warm-up until it gets about one
-answer in five right. Warm-up never sees a held-out question.
+A Qwen3 (of 460 thousand parameters, and of 3.7 million) learns to spell short words backward by supervised warm-up
+until it gets about one answer in five right. Warm-up never sees a held-out question.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from app.tasks.prompts import decode, encode_prompt
 from app.tasks.registry import load_task
 
 log = logging.getLogger(__name__)
-TINY = "tiny"
+TINY, SMALL = "tiny", "small"
 _TASK: dict[str, Any] = {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5}
 _TEMPLATE = "Spell this word backward (example: sun -> nus): "
 _CHAT_TEMPLATE = (
@@ -68,6 +68,10 @@ class Recipe:
         """Names the folder."""
         text = json.dumps([dataclasses.asdict(self), _TASK, _TEMPLATE, _CHAT_TEMPLATE], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+RECIPES = {TINY: Recipe(), SMALL: Recipe(hidden=256, layers=4, heads=8, intermediate=768, learning_rate=2e-3)}
+"""A training step of `small` on two cores takes a second: longer than a version needs to reach the nodes."""
 
 
 def tiny_model(cache_dir: Path, recipe: Recipe = Recipe()) -> Path:

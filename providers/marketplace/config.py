@@ -77,6 +77,8 @@ class MarketConfig:
     tick_s: float = 0.05
     credit_micros: int = 1000 * MICROS
     machines_file: Path = DEFAULT_MACHINES
+    speed: float = 1.0
+    """Multiplies the speed of every machine of the price list."""
 
     def __post_init__(self) -> None:
         """Refuse values that can't work."""
@@ -87,6 +89,8 @@ class MarketConfig:
         for name in ("list_lag_s", "start_delay_s", "stop_grace_s", "rate_scale"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected 0 or more")
+        if not 0 < self.speed < float("inf"):
+            raise ConfigError(f"speed is {self.speed}: expected more than 0")
         if self.tick_s <= 0:
             raise ConfigError(f"tick_s is {self.tick_s}: expected more than 0")
 

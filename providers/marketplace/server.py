@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -54,7 +55,7 @@ async def _tick(machines: Host, every_s: float) -> None:
 def create_app(config: MarketConfig, clock: Clock | None = None) -> FastAPI:
     """The ASGI application. Its lifespan runs the machines; ConfigError when the settings or the folder are wrong."""
     time = clock or SystemClock()
-    specs = load_machines(config.machines_file)
+    specs = [replace(spec, speed=spec.speed * config.speed) for spec in load_machines(config.machines_file)]
     market = Market(config, specs, time, Store(config.state_dir), kill_leftover)
     machines = Host(market, f"http://{config.host}:{config.port}")
     peers: Peers = {}

@@ -45,7 +45,7 @@ def test_a_broken_promise_is_named(change: dict[str, Any], words: str) -> None:
 
 def test_its_job_is_a_valid_one() -> None:
     spec = JobSpec.model_validate(job_spec(150))
-    assert spec.kappa == 2
+    assert spec.kappa == 5
     assert spec.rollouts_per_step == 256
 
 

@@ -26,6 +26,8 @@ class Node(Base):
     joined_at: Mapped[float]
     heartbeat_at: Mapped[float]
     policy_version: Mapped[int | None]
+    version_at: Mapped[float | None]
+    """When it was first heard of with that version."""
     chain: Mapped[int | None]
     chain_position: Mapped[int | None]
     upstreams: Mapped[list[Any]] = mapped_column(default=list)
@@ -99,3 +101,7 @@ class SnapshotRow(Base):
     """Why there is no delta."""
     published_at: Mapped[float]
     completed_at: Mapped[float | None]
+    """When every active node had it."""
+    broadcast_s: Mapped[float | None]
+    """Seconds from the publish until the last of those had it that were at work by then; None for v0, which waits for
+    the first machines, and where nobody was at work."""

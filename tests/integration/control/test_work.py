@@ -455,6 +455,22 @@ async def test_broadcast_time_is_from_publish_to_the_last_node(control: World) -
     assert (broadcast["completed"], broadcast["t_bcast_mean"]) == (1, pytest.approx(7.0))
 
 
+async def test_a_broadcast_is_timed_by_those_who_were_there_for_it(control: World) -> None:
+    """Not by a machine that died on the way."""
+    job_id = await control.create(stop={"steps": 50})
+    learner, (one, _) = await control.running(job_id, nodes=2)
+    await learner.train(await one.produce(2))
+    await learner.publish(1)
+    control.clock.advance(3.0)
+    one.version = 1
+    await one.beat()
+    assert (await control.job(job_id))["learner"]["t_bcast"] is None, "the other one does not have it"
+    await control.rounds(9, 10.0, learner, one)
+    broadcast = (await control.get(f"/v1/jobs/{job_id}/fleet"))["broadcast"]
+    assert (broadcast["completed"], broadcast["t_bcast_mean"]) == (1, pytest.approx(3.0))
+    assert (await control.job(job_id))["learner"]["t_bcast"] == pytest.approx(3.0)
+
+
 async def test_nodes_form_chains_and_move_up_when_their_upstream_leaves(control: World) -> None:
     job_id = await control.create()
     _, nodes = await control.running(job_id, nodes=3)

@@ -138,6 +138,7 @@ BAD = [
     ("ECHO2_PROVIDERS", "[1", "commas"),
     ("ECHO2_PROVIDERS", "[1]", "commas"),
     ("ECHO2_MARKETPLACE_CONTROL", "perhaps", "true or false"),
+    ("ECHO2_MARKETPLACE_SPEED", "0", "above 0"),
     ("ECHO2_METRICS_ENABLED", "2", "true or false"),
     ("ECHO2_DOCS_ENABLED", "x", "true or false"),
     ("ECHO2_LOG_LEVEL", "loud", "info"),

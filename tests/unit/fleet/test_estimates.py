@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.fleet.estimates import (
+    MOST_STEPS,
     Estimate,
     Gpu,
     Measurement,
@@ -19,6 +20,7 @@ from app.fleet.estimates import (
     roofline,
     settle,
     smooth,
+    usual_step,
     weight,
 )
 
@@ -90,6 +92,26 @@ def test_smooth() -> None:
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_weight_is_a_share_and_grows_with_the_sample(a: float, b: float) -> None:
     assert 0 < weight(min(a, b)) <= weight(max(a, b)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("newest_first", "usual"),
+    [
+        ([3.0], 3.0),
+        ([1.0, 30.0], 1.0),  # a first step with its warm-up
+        ([1800.0, 1800.0, 9000.0, 1750.0, 1790.0], 1800.0),  # one that was held up
+        ([1.0] * 5 + [3.0] * 30, 1.0),  # a change that lasts
+        ([1.0] * 4 + [3.0] * 30, 3.0),
+        ([0.1] * 20 + [0.3] * 80, 0.3),  # short steps: ten seconds, not nine steps
+    ],
+)
+def test_the_usual_step_follows_what_lasts_and_nothing_else(newest_first: list[float], usual: float) -> None:
+    assert usual_step(newest_first) == usual
+
+
+@given(st.lists(POSITIVE, min_size=1, max_size=80))
+def test_the_usual_step_is_one_of_the_newest(times: list[float]) -> None:
+    assert usual_step(times) in times[:MOST_STEPS]
 
 
 @pytest.mark.parametrize(
