@@ -1,8 +1,9 @@
 """One vLLM server, driven by a bare loop and by the agent's worker, in turns; and what a swap takes beyond the load.
 
-The bare loop keeps as many requests under way as the worker had, over the same prompts and with the same limits, and
-throws the answers away. Both are measured by the engine's own count of tokens. Turns are short and neighbours are
-compared, in changing order, since the machine's own speed may double or halve within minutes; so are swaps and loads.
+The bare loop keeps a few more requests under way than the engine decodes at once, over the same prompts and with the
+same limits, and throws the answers away. Both are measured by the engine's own count of tokens. Turns are short and
+neighbours are compared, in changing order, since the machine's own speed may double or halve within minutes; so are
+swaps and loads.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ SEQUENCES = 64
 """More than two cores decode in one go would only wait for each other."""
 WARM_S = 25.0
 """A worker finds out in that time how much the engine takes."""
+BARE = SEQUENCES + GROUP_SIZE
+"""Under way in the bare loop: a queue that is never empty, and too short for the idle worker to take it for its own."""
 FULL = 0.9
 """A turn is measured from when so much of what the engine decodes at once is under way."""
 TURN_S = 60.0
@@ -187,11 +190,13 @@ async def fed(stub: Stub) -> AsyncIterator[None]:
         stub.open = False
 
 
-async def turn(found: Rig, seconds: float, driver: AbstractAsyncContextManager[None]) -> tuple[float, float]:
+async def turn(
+    found: Rig, seconds: float, driver: AbstractAsyncContextManager[None], level: Callable[[], int]
+) -> tuple[float, float]:
     """One driver from an idle engine to an idle engine: tokens per second while it was full, and how much of a core
-    this process took then."""
+    this process took then. `level`: requests that it keeps under way."""
     async with driver:
-        await until(found, lambda load: load.running >= FULL * SEQUENCES, "the engine is full")
+        await until(found, lambda load: load.running >= FULL * min(SEQUENCES, level()), "the engine is full")
         began, before = time.perf_counter(), time.process_time()
         speed = await found.tokens_per_s(seconds)
         own = (time.process_time() - before) / (time.perf_counter() - began)
@@ -218,12 +223,12 @@ async def compare(found: Rig, seconds: float, rounds: int, say: Callable[[str], 
         stub.open = False
         await until(found, lambda load: not load.running + load.waiting, "the engine is idle")
         for number in range(rounds):
-            levels.append(made.target)
             if number % 2:
-                direct.append(await turn(found, seconds, bare(found, levels[-1])))
-            through.append(await turn(found, seconds, fed(stub)))
+                direct.append(await turn(found, seconds, bare(found, BARE), lambda: BARE))
+            through.append(await turn(found, seconds, fed(stub), lambda: made.target))
+            levels.append(made.target)
             if not number % 2:
-                direct.append(await turn(found, seconds, bare(found, levels[-1])))
+                direct.append(await turn(found, seconds, bare(found, BARE), lambda: BARE))
             (speed, own), (least, others) = through[-1], direct[-1]
             say(
                 f"turn {number + 1}: agent {speed:.0f}/s with {levels[-1]} under way, bare loop {least:.0f}/s, "

@@ -5,6 +5,7 @@ Invariant: there is always work unless `open` is False; every file is read and c
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from dataclasses import dataclass, field
 
@@ -60,6 +61,8 @@ class Stub:
     async def _work(self, request: Request) -> Response:
         wanted = WorkRequest.model_validate_json(await request.body())
         if not self.open:
+            # A long poll, as of a service without work.
+            await asyncio.sleep(wanted.wait_s)
             return _answer(WorkAnswer(items=[], upload=None))
         items = [
             WorkItem(

@@ -28,8 +28,7 @@ from app.watch import Feed, view
 DEADLINE_S = {"transformers": 900.0, "vllm": 2400.0}
 NODES = {"transformers": 5, "vllm": 2}
 """Two cores start and feed no more servers."""
-PROMPTS = {"transformers": 32, "vllm": 16}
-STEPS = {"transformers": 100, "vllm": 80}
+STEPS = {"transformers": 100, "vllm": 60}
 BUDGET = "2.00"
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 
@@ -47,7 +46,7 @@ def job_spec(steps: int, engine: str = "transformers") -> dict[str, Any]:
         "budget_usd": BUDGET,
         "stop": {"steps": steps},
         "staleness_budget": 6,
-        "batch": {"prompts": PROMPTS[engine], "group_size": 8},
+        "batch": {"prompts": 32, "group_size": 8},
         "sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 8},
         "learner": {
             "placement": "local",

@@ -16,6 +16,9 @@ from app.fleet.estimates import smooth, weight
 from app.protocol.node import NodeState
 from app.storage.models import Job, Node, SnapshotRow
 
+KEPT = 4
+"""Versions whose arrival is remembered of a node: the next one may come before the last node has this one."""
+
 
 async def settle(core: Core, session: AsyncSession, job: Job) -> int | None:
     """If every active node has a version, its broadcast (and that of older ones) is over; the newest of those that are
@@ -41,10 +44,24 @@ async def settle(core: Core, session: AsyncSession, job: Job) -> int | None:
     return over[-1].version
 
 
+def seen(before: Sequence[Sequence[float]], version: int | None, now: float) -> list[list[float]]:
+    """`Node.versions_at` after a heartbeat that names a version. An engine that is loaded again with one that the node
+    had before is no broadcast."""
+    rows = [list(row) for row in before]
+    if version is None or (rows and rows[-1][0] >= version):
+        return rows
+    return [*rows, [version, now]][-KEPT:]
+
+
 def broadcast_s(row: SnapshotRow, active: Sequence[Node]) -> float | None:
-    """Seconds from the publish of a version until the last node had it that was at work by then and still is.
+    """Seconds from the publish of a version until the last node had it (or a newer one) that was at work by then and
+    still is.
 
     None where there is none such, and for v0, which waits for the first machines.
     """
-    there = [n.version_at for n in active if n.state_since <= row.published_at and n.version_at is not None]
-    return max(there) - row.published_at if row.version > 0 and there else None
+    there = [n for n in active if n.state_since <= row.published_at]
+    times = [next((at for version, at in n.versions_at if version >= row.version), None) for n in there]
+    known = [float(at) for at in times if at is not None]
+    if not row.version or not known or len(known) < len(there):
+        return None
+    return max(0.0, max(known) - row.published_at)

@@ -144,14 +144,18 @@ USUAL_STEPS, USUAL_S, MOST_STEPS = 9, 10.0, 50
 def usual_step(times: Sequence[float]) -> float:
     """T_train of the newest steps, `times` from the newest back to the job's first, at least one; seconds.
 
-    A median: one step that other work held up, or the first with its warm-up, says nothing of the next, and a change
-    that lasts is known after half of the steps, where an average still remembers what was before.
+    Their mean, the longest counted as the second longest and the shortest as the second shortest: one step that other
+    work held up, or the first with its warm-up, says nothing of the next; what comes every few steps counts as often
+    as it comes; and what was before is forgotten, not only outweighed.
     """
     taken, seconds = 0, 0.0
     while taken < min(len(times), MOST_STEPS) and (taken < USUAL_STEPS or seconds < USUAL_S):
         seconds += times[taken]
         taken += 1
-    return statistics.median_low(times[:taken])
+    found = sorted(times[:taken])
+    if taken > 2:
+        found = [found[1], *found[1:-1], found[-2]]
+    return statistics.fmean(found)
 
 
 def broadcast_time(size: int, nodes: int, uplink_mbps: float, node_mbps: float, hop_s: float = 0.05) -> float:

@@ -87,6 +87,8 @@ class Learning:
             job.ready_at = job.ready_at or self.core.clock()
             job.learner_state = "waiting"
             back = await replay.rewind(session, job, ready.resume_step)
+            if ready.staleness is not None and ready.staleness.staleness_budget != job.staleness_budget:
+                staleness.adopt(self.core, session, job, ready.staleness)
             planned = await replay.plan(session, job)
             self.core.emit(
                 session, job_id, "learner_ready",
@@ -214,7 +216,7 @@ class Learning:
         now = self.core.clock()
         found = await books(session, job.id)
         rollouts = await sizes.rollouts(session, job, report.trained)
-        dropped = await sizes.rollouts(session, job, [g.work_item for g in report.dropped])
+        dropped = await sizes.rollouts(session, job, [g.work_item for g in (*report.dropped, *report.told)])
         working = select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE)
         active = list(await session.scalars(working))
         session.add(

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet.core import Core
 from app.fleet.roster import LIVE
 from app.fleet.uploads import EXPIRES_S
-from app.protocol.job import JobSpec, JobStatus
+from app.protocol.job import JobSpec, JobStatus, period
 from app.storage.models import ItemStatus, Job, Node, SnapshotRow, Trajectory, WorkItem
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,29 @@ MOST = 5000
 OVER = {ItemStatus.TRAINED, ItemStatus.DROPPED}
 
 
-def behind(spec: JobSpec, publish_period: int, keep_steps: int) -> int:
-    """How many steps back a group has to lie for its file to go: as many as are kept, and at least as far as a learner
-    may have to go back, the newest checkpoint in the store being damaged. Pure."""
-    period = spec.learner.checkpoint_every or publish_period
-    return max(keep_steps, 2 * period * (spec.learner.checkpoint_upload_every or 1))
+def behind(spec: JobSpec, staleness_budget: int, keep_steps: int) -> int:
+    """How many steps back a group has to lie for its file to go: as many as are kept, and at least two checkpoints that
+    would be uploaded, as far apart as they ever are under the S that was asked for or `staleness_budget`. Pure."""
+    # κ may be shorter now than when the checkpoints were made that a learner would go on from.
+    longest = max(spec.kappa, period(staleness_budget, spec.publish_period))
+    between = spec.learner.checkpoint_every or longest
+    return max(keep_steps, 2 * between * (spec.learner.checkpoint_upload_every or 1))
+
+
+def done_before(spec: JobSpec, staleness_budget: int, step: int, stored: Iterable[int], keep_steps: int) -> int:
+    """The step up to which no learner trains again: it lies so far `behind`, and no later than what a learner would
+    find if the newest of the checkpoints in the store (`stored`, steps) were damaged. Pure."""
+    # Beyond those that a job keeps there is only the best one, which may be as old as the job.
+    newest = sorted(stored, reverse=True)[: min(2, spec.learner.checkpoint_keep)]
+    return min([step - behind(spec, staleness_budget, keep_steps), *newest])
+
+
+def checkpoint_of(key: str) -> int | None:
+    """The step in `jobs/JOB/checkpoints/STEP/COMMIT`, without which a checkpoint is not whole; None for another key.
+    Pure."""
+    parts = key.split("/")
+    marks = len(parts) == 5 and parts[2] == "checkpoints" and parts[4] == "COMMIT"
+    return int(parts[3]) if marks and parts[3].isdecimal() else None
 
 
 def version_of(key: str) -> int | None:
@@ -87,13 +105,14 @@ class Litter:
         begin = self._swept.get(job.id)
         if end is None or (begin is not None and begin >= end):
             return
+        before = await self._before(job)
         keys = await asyncio.to_thread(self._list, job.id, begin, end)
         left = end
         removed: Counter[str] = Counter()
         for start in range(0, len(keys), BLOCK):
             block = keys[start : start + BLOCK]
             async with self.core.db.read() as session:
-                gone, later = await self._judge(session, job, block)
+                gone, later = await self._judge(session, block, before)
             left = min([left, *(v for key in later if (v := version_of(key)) is not None)])
             for key in gone:
                 await asyncio.to_thread(self.core.objects.delete, key)
@@ -121,6 +140,19 @@ class Litter:
         bounds = [newest or 0, job.step - job.staleness_budget, *([] if held is None else [held])]
         return min(bounds) if min(bounds) > 0 else None
 
+    async def _before(self, job: Job) -> int | None:
+        """The step up to which files of groups that were trained on go; None: all are kept."""
+        keep = self.core.settings.keep_trajectory_steps
+        if keep is None:
+            return None
+        stored = await asyncio.to_thread(self._stored, job.id)
+        return done_before(JobSpec.model_validate(job.spec), job.staleness_budget, job.step, stored, keep)
+
+    def _stored(self, job_id: str) -> list[int]:
+        """Steps of the checkpoints in the store. Blocks."""
+        found = (checkpoint_of(item.key) for item in self.core.objects.list(f"jobs/{job_id}/checkpoints/"))
+        return [step for step in found if step is not None]
+
     def _list(self, job_id: str, begin: int | None, end: int) -> list[str]:
         """Keys of the versions from `begin` (None: all) to before `end`. Blocks."""
         base = f"jobs/{job_id}/trajectories/"
@@ -129,8 +161,10 @@ class Litter:
         found = [(v, key) for key in keys if (v := version_of(key)) is not None and v < end]
         return [key for _, key in sorted(found)]
 
-    async def _judge(self, session: AsyncSession, job: Job, keys: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Of these files those that go now, and those to look at again."""
+    async def _judge(
+        self, session: AsyncSession, keys: Sequence[str], before: int | None
+    ) -> tuple[list[str], list[str]]:
+        """Of these files those that go now, and those to look at again. `before`: as of `done_with`."""
         # A row without rollouts is of a file that came too late for all its groups: a file's record and what is
         # accepted of it are written in one transaction.
         counts = (Trajectory.rollouts > 0) | Trajectory.heldout.is_(True)
@@ -139,10 +173,8 @@ class Litter:
         accepted = {key: seq for key, seq, _ in rows}
         heldout = {key for key, _, heldout in rows if heldout}
         begun = set(await session.scalars(select(WorkItem.partial_key).where(WorkItem.partial_key.in_(keys))))
-        keep, before = self.core.settings.keep_trajectory_steps, None
         groups: Mapping[int, list[Group]] = {}
-        if keep is not None:
-            before = job.step - behind(JobSpec.model_validate(job.spec), job.publish_period, keep)
+        if before is not None:
             groups = await self._groups(session, list(accepted.values()))
         gone: list[str] = []
         later: list[str] = []
@@ -150,7 +182,7 @@ class Litter:
             mine = groups.get(accepted[key], []) if key in accepted else []
             if key in begun or (mine and not done_with(mine, before)):
                 later.append(key)
-            elif key not in accepted or mine or (keep is not None and key not in heldout):
+            elif key not in accepted or mine or (before is not None and key not in heldout):
                 # One whose groups were all withdrawn and accepted from elsewhere has none that names it.
                 gone.append(key)
         return gone, later

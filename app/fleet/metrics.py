@@ -74,7 +74,7 @@ class Metrics:
     def _times(self, job: list[str], registry: CollectorRegistry) -> None:
         self.broadcast = Histogram(
             "echo2_broadcast_seconds",
-            "From publish until the last active node has it",
+            "From publish until the last node that was at work then has it",
             job,
             registry=registry,
             buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800),

@@ -188,8 +188,8 @@ class Nodes(Roster):
     def _take(self, session: AsyncSession, node: Node, lease: Lease, beat: Heartbeat) -> None:
         now = self.core.clock()
         passed_s, node.heartbeat_at = now - node.heartbeat_at, now
-        if beat.policy_version != node.policy_version:
-            node.policy_version, node.version_at = beat.policy_version, now
+        node.policy_version = beat.policy_version
+        node.versions_at = broadcasts.seen(node.versions_at, beat.policy_version, now)
         # The control side's wish to drain outlives what the node last knew of it.
         # Only `leave`, which also gives the lease back, makes it gone.
         ending = beat.state in (NodeState.GONE, NodeState.LOST) or (node.drain and beat.state is NodeState.ACTIVE)

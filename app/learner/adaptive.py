@@ -120,23 +120,37 @@ def easy(seen: Signs, limits: Limits) -> bool:
     )
 
 
+def again(spec: JobSpec, state: State | None) -> StalenessMove | None:
+    """What a learner asks for that goes on from a checkpoint with this state; None if S is fixed."""
+    if state is None:
+        return None
+    period = period_of(state.staleness, spec.publish_period)
+    reason = "the learner goes on from a checkpoint, and that was its S"
+    return StalenessMove(staleness_budget=state.staleness, publish_period=period, reason=reason)
+
+
 class Adaptive:
     """The controller of one job's learner: a state, and what it makes of each step. Does nothing for jobs whose S is
-    fixed. A learner that starts anew begins with the S that holds then."""
+    fixed. Without a state to go on from it begins with the S that holds then."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, state: State | None = None) -> None:
         self._spec = spec
-        self._state: State | None = None
+        self._state = state
+
+    def state(self, directives: LearnerDirectives) -> State | None:
+        """What a later process goes on from; None if S is fixed."""
+        if not self._spec.adaptive:
+            return None
+        return self._state or State(directives.staleness_budget)
 
     def after(
         self, metrics: Mapping[str, float], lags: Mapping[int, int], directives: LearnerDirectives
     ) -> StalenessMove | None:
         """What the job should have from now on; None if nothing changes. What was asked for before counts as given,
         although the control service's answer may still be under way."""
-        wanted = self._spec.staleness
-        if wanted is None or not wanted.adaptive:
+        wanted, state = self._spec.staleness, self.state(directives)
+        if wanted is None or state is None:
             return None
-        state = self._state or State(directives.staleness_budget)
         self._state, move = look(
             state,
             signs(metrics, lags),

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from app.learner.adaptive import State
 from app.learner.files import fsync_path, hash_file, write_durable
 from app.protocol.base import Strict
 from app.protocol.errors import LearnerError
@@ -38,8 +39,11 @@ _FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 class Progress(Strict):
     """Where the learner stands, apart from tensors."""
 
-    format: Literal[1, 2] = 2
-    """2 adds the best evaluation. What 1 lacks is made up for by defaults."""
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    format: Literal[1, 2, 3] = 3
+    """2 adds the best evaluation, 3 adaptive staleness and several candidates. What is lacking is made up for by
+    defaults."""
     job_id: str
     step: int = Field(ge=0)
     active_s: float = Field(default=0, ge=0)
@@ -53,7 +57,16 @@ class Progress(Strict):
     """The step with the best held-out reward so far; its checkpoint stays."""
     best_reward: float | None = None
     candidate_step: int | None = Field(default=None, ge=0)
-    """The version that the fleet evaluates now; its checkpoint stays until the result is known."""
+    """Before format 3: the only candidate."""
+    candidates: tuple[int, ...] = ()
+    """The versions that the fleet evaluates or will; their checkpoints stay until the results are known."""
+    adaptive: State | None = None
+    """Where adaptive staleness stands; None if S is fixed."""
+
+    @property
+    def undecided(self) -> tuple[int, ...]:
+        """All candidates, whatever the format."""
+        return self.candidates or (() if self.candidate_step is None else (self.candidate_step,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,8 @@ class Checkpoint:
 
 
 def save(root: Path, checkpoint: Checkpoint, *, keep: int = 2, after: Callable[[str], None] = lambda _: None) -> Path:
-    """Write a checkpoint, replacing one of the same step, and remove all but the newest `keep`, the best and leftovers.
+    """Write a checkpoint, replacing one of the same step, and remove all but the newest `keep`, the best and
+    candidates, and leftovers.
 
     `after` is told the name of each file operation once it is done. Raises LearnerError when the disk refuses.
     """
@@ -78,7 +92,7 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int = 2, after: Callable[[
         after("mkdir")
         _write(part, checkpoint, after)
         _swap(root, part, target, after)
-        _prune(root, keep, {checkpoint.progress.best_step, checkpoint.progress.candidate_step})
+        _prune(root, keep, {checkpoint.progress.best_step, *checkpoint.progress.undecided})
     except (OSError, SafetensorError) as error:
         raise LearnerError(f"the checkpoint of step {checkpoint.progress.step} can't be written: {error}") from error
     return target

@@ -218,6 +218,9 @@ class Inbox:
 
     def _refuse(self, group: Group, ref: TrajectoryRef, why: Why) -> None:
         """Of groups, one by one: their rewards are no good."""
+        if self._auditor is not None and self._auditor.banished(group.node):
+            # Its work items are pending again: a note of this answer would refuse the next one.
+            return
         self._count(why)
         self._buffer.reject(group.work_item, why)
         if why == "wrong_reward" and self._auditor is not None:

@@ -44,7 +44,8 @@ class Journal:
     def step(self, report: StepReport) -> None:
         """One learner step; what it trained on and dropped is in the control service, so it is only counted here."""
         numbers = {"reward": report.reward, "t_train": report.t_train, "t_idle": report.t_idle} | report.metrics
-        row = {"kind": "step", "step": report.step, "groups": len(report.trained), "dropped": len(report.dropped)}
+        dropped = len(report.dropped) + len(report.told)
+        row = {"kind": "step", "step": report.step, "groups": len(report.trained), "dropped": dropped}
         self._append(row | {"lags": report.lags} | numbers)
         self._scalars("train", report.step, numbers | {f"lag/{k}": float(n) for k, n in report.lags.items()})
 

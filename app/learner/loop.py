@@ -66,12 +66,14 @@ class Loop:
         self._clock = clock
         self._seen = clock()
         self._journal = journal or NoJournal()
-        self._adaptive = Adaptive(spec)
+        self._adaptive = Adaptive(spec, position.adaptive)
         self._budget = spec.first_staleness
         """S at the last step."""
         self._dropped: list[DroppedGroup] = []
-        self._told = 0
+        self._told: list[DroppedGroup] = []
         """Groups since the last step that were reported as dropped before there was a batch."""
+        self._told_dead = 0
+        """Those of them that speak of a fault."""
         self._copy_s = 0.0
         self._idle_s = 0.0
         self._reward: tuple[int, float] | None = None
@@ -116,6 +118,8 @@ class Loop:
         """Everything that a later process needs, as it is now."""
         state = state or self._trainer.snapshot()
         self._tick()
+        # A result that came meanwhile decides which checkpoints stay.
+        self._hear()
         steps, evals = self._outbox.pending()
         progress = Progress(
             job_id=self._job_id,
@@ -126,7 +130,8 @@ class Loop:
             evals=evals,
             best_step=None if self.position.best is None else self.position.best[0],
             best_reward=None if self.position.best is None else self.position.best[1],
-            candidate_step=self.position.candidate,
+            candidates=self.position.candidates,
+            adaptive=self._adaptive.state(self._directives.current()),
         )
         return Checkpoint(progress, state.weights, state.optimizer, torch.random.get_rng_state())
 
@@ -134,10 +139,13 @@ class Loop:
         t = self._trainer.steps
         self._status.set("training", t)
         done = self._trainer.step(groups)
+        lags, directives = lag_histogram(groups, t), self._directives.current()
+        move = self._adaptive.after(done.values, lags, directives)
+        if move is not None:
+            self._directives.ask(move)
         self._dropped += self._buffer.evict(t + 1, self._directives.current().staleness_budget)
         metrics = done.values | done.times | self._extra_metrics() | {"publish_copy_s": self._copy_s}
-        metrics |= supply_metrics(groups, self._spec.batch.prompts, self._dropped)
-        lags = lag_histogram(groups, t)
+        metrics |= supply_metrics(groups, self._spec.batch.prompts, [*self._told, *self._dropped])
         report = StepReport(
             step=t + 1,
             t_train=done.t_train,
@@ -145,14 +153,16 @@ class Loop:
             reward=done.reward,
             trained=[g.work_item for g in groups],
             dropped=self._dropped,
+            told=self._told,
             lags=lags,
             metrics=metrics | {"skipped_versions": float(self._publisher.skipped)},
-            staleness=self._adaptive.after(done.values, lags, self._directives.current()),
+            staleness=move,
         )
         self._outbox.put(report)
         self._journal.step(report)
-        self._dropped, self._idle_s, self._told = [], 0.0, 0
-        self._budget = self._directives.current().staleness_budget
+        self._dropped, self._told, self._told_dead, self._idle_s = [], [], 0, 0.0
+        # What is under way was admitted under this S, not under the one that the step asked for.
+        self._budget = directives.staleness_budget
         self._status.set("training", t + 1)
         self._save_if_due(t + 1)
 
@@ -161,9 +171,11 @@ class Loop:
         publish = self._publish_due(step)
         keep = publish if every is None else step % every == 0
         # A candidate that still waits is about to be replaced, and the fleet will evaluate what replaces it.
-        replaced = self.position.candidate is not None and self.position.candidate == self._publisher.waiting
-        if publish and (replaced or self._exam_due(step)):
-            self.position.candidate, self.position.evaluated, keep = step, step, True
+        waiting = self._publisher.waiting
+        if publish and (waiting in self.position.candidates or self._exam_due(step)):
+            self._hear()
+            self.position.enter(step, replaced=waiting)
+            keep = True
         began = self._clock()
         if publish or keep:
             state = self._trainer.snapshot(optimizer=keep)
@@ -216,7 +228,8 @@ class Loop:
         dropped = self._dropped + self._buffer.evict(t, self._directives.current().staleness_budget)
         self._dropped = []
         if dropped:
-            self._told += self._dead(dropped)
+            self._told += dropped
+            self._told_dead += self._dead(dropped)
             self._outbox.put(Drops(step=t, dropped=dropped))
 
     def _dead(self, dropped: Sequence[DroppedGroup]) -> int:
@@ -231,7 +244,7 @@ class Loop:
         up for those that are dead. When more than that were since the last step, and hardly any can be trained on, it
         only burns the fleet's money.
         """
-        dead = self._buffer.unreported + self._dead(self._dropped) + self._told
+        dead = self._buffer.unreported + self._dead(self._dropped) + self._told_dead
         if len(self._buffer) * _HARDLY >= dead:
             return
         margin = self._directives.current().staleness_budget + self.position.published - t
@@ -290,10 +303,7 @@ class Loop:
             return
         if self._reward is None or said.evaluated_step > self._reward[0]:
             self._reward = (said.evaluated_step, said.evaluated_reward)
-        if said.evaluated_step == self.position.candidate:
-            self.position.candidate = None
-            if self.position.best is None or said.evaluated_reward > self.position.best[1]:
-                self.position.best = (said.evaluated_step, said.evaluated_reward)
+        self.position.heard(said.evaluated_step, said.evaluated_reward)
 
     def _tick(self) -> None:
         """Count the job's time, pauses left out."""

@@ -60,7 +60,8 @@ def add_adapter(model: Any, spec: LoraSpec, *, name: str, seed: int) -> bytes:
 def adapter_weights(model: Any) -> dict[str, torch.Tensor]:
     """The adapter's tensors by PEFT's names, the model's own; nothing if there is no adapter."""
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    # Not by `named_parameters`: after a forward pass without a backward one those of one rank are bfloat16 copies.
+    for name, parameter in model.state_dict(keep_vars=True).items():
         kind = _kind(name)
         if kind is not None:
             found[f"{_PREFIX}{name.partition(f'.{kind}.')[0]}.{kind}.weight"] = parameter.detach()

@@ -13,17 +13,21 @@ from collections import deque
 from app.learner.client import Control
 from app.learner.threads import watched
 from app.protocol.errors import EchoError, LearnerError
-from app.protocol.learner import Drops, EvalReport, LearnerDirectives, Published, StepReport
+from app.protocol.learner import Drops, EvalReport, LearnerDirectives, Published, StalenessMove, StepReport
 
 log = logging.getLogger(__name__)
 Message = StepReport | EvalReport | Published | Drops
 
 
 class Directives:
-    """The newest word of the control service, and the first failure of any background thread. Thread-safe."""
+    """The newest word of the control service, and the first failure of any background thread. Thread-safe.
+
+    Invariant: S is never greater than what the learner asked for last, nor than what the control service said last.
+    """
 
     def __init__(self, first: LearnerDirectives) -> None:
         self._current = first
+        self._asked: StalenessMove | None = None
         self._failure: EchoError | None = None
         self._lock = threading.Lock()
         self.urgent = threading.Event()
@@ -38,6 +42,15 @@ class Directives:
             else:
                 self.urgent.set()
 
+    def ask(self, move: StalenessMove) -> None:
+        """A step's report asks for this. A lower S holds from here on, a greater one once the control service says so.
+
+        Answers may overtake each other, and one from before the report would bring the old S back. So the lower of the
+        two holds for good: only the learner ever asks for more.
+        """
+        with self._lock:
+            self._asked = move
+
     def fail(self, error: EchoError) -> None:
         """A background thread ends with this error; the first one counts."""
         with self._lock:
@@ -49,7 +62,14 @@ class Directives:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            return self._current
+            return _held(self._current, self._asked)
+
+
+def _held(told: LearnerDirectives, asked: StalenessMove | None) -> LearnerDirectives:
+    if asked is None or asked.staleness_budget >= told.staleness_budget:
+        return told
+    period = min(told.publish_period, asked.publish_period)
+    return told.model_copy(update={"staleness_budget": asked.staleness_budget, "publish_period": period})
 
 
 class Outbox:

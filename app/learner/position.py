@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from app.learner.adaptive import State
 from app.learner.buffer import Group
 from app.learner.trainer import StepMetrics, TrainerState
 from app.protocol.learner import EvalReport, StepReport
+
+_UNDECIDED = 3
+"""Candidates at most: one that is evaluated, one that is being published, one that waits for that."""
 
 
 class Trainer(Protocol):
@@ -60,5 +64,18 @@ class Position:
     active_s: float = 0.0
     best: tuple[int, float] | None = None
     """Step and value of the best held-out reward; of equal ones the first."""
-    candidate: int | None = None
-    """The version that the fleet evaluates now."""
+    candidates: tuple[int, ...] = ()
+    """Versions that the fleet evaluates or will, oldest first, as long as their result is not known."""
+    adaptive: State | None = None
+    """What adaptive staleness begins with, if this goes on from a checkpoint."""
+
+    def enter(self, step: int, replaced: int | None) -> None:
+        """v_step is a candidate from now on, in place of `replaced`, which is never published."""
+        self.evaluated = step
+        self.candidates = (*(c for c in self.candidates if c != replaced), step)[-_UNDECIDED:]
+
+    def heard(self, step: int, reward: float) -> None:
+        """The fleet's result for v_step. Exams end in their order: older candidates will have none any more."""
+        if step in self.candidates and (self.best is None or reward > self.best[1]):
+            self.best = (step, reward)
+        self.candidates = tuple(c for c in self.candidates if c > step)

@@ -72,5 +72,6 @@ def resume(answer: StartAnswer, root: Path, trainer: Restorable, buffer: ReplayB
         active_s=progress.active_s,
         last_publish=progress.step,
         best=best,
-        candidate=progress.candidate_step,
+        candidates=progress.undecided,
+        adaptive=progress.adaptive,
     )

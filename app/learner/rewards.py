@@ -1,8 +1,9 @@
 """Rewards on the learner's side: `rewards` "learner" and "both".
 
 Invariant: a group that comes out of here has rewards that the learner computed, or that it found to be right; one whose
-reward can't be computed is refused as `unscored`, never given a 0. Neither the training step nor the thread that
-follows the index ever computes a reward; what waits for one is bounded.
+reward can't be computed is refused as `unscored`, never given a 0. Of several answers to one work item that come
+while one of them is here, the newest is what counts: the others were withdrawn. Neither the training step nor the
+thread that follows the index ever computes a reward; what waits for one is bounded.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ PATIENCE_S = 600.0
 _LOOK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     group: Group
     ref: TrajectoryRef
     until: float
+    rewards: Future[list[float]]
 
 
 class Rewarder:
@@ -72,30 +74,35 @@ class Rewarder:
         self._patience_s = patience_s or (PATIENCE_S if call_s is None else call_s * spec.batch.group_bounds[1])
         self._pool = ThreadPoolExecutor(threads(spec), thread_name_prefix="rewards")
         self._jobs: dict[str, _Job] = {}
+        """By work item."""
         self._stopped = False
         self._changed = threading.Condition()
 
     def take(self, group: Group, ref: TrajectoryRef) -> None:
-        """Have a group scored; waits while there are too many."""
+        """Have a group scored; waits while there are too many. The same file's group again is ignored, one of a newer
+        file replaces what is here of its work item."""
         if self._check and not is_deterministic(self._task):
             self._onward(group, ref)
             return
         turns = [turns_of(self._tokenizer, r.completion_ids, r.generated) for r in group.rollouts]
         self._wait_for_room()
         with self._changed:
-            if self._stopped or group.work_item in self._jobs:
+            held = self._jobs.get(group.work_item)
+            if self._stopped or (held is not None and held.ref.seq >= ref.seq):
                 return
-            self._jobs[group.work_item] = _Job(group, ref, self._clock() + self._patience_s)
             future = self._pool.submit(self._score, group, turns)
-        future.add_done_callback(partial(self._done, group.work_item))
+            job = self._jobs[group.work_item] = _Job(group, ref, self._clock() + self._patience_s, future)
+        if held is not None:
+            held.rewards.cancel()
+        future.add_done_callback(partial(self._done, job))
 
     def sweep(self) -> None:
         """Give up what takes too long."""
         now = self._clock()
         with self._changed:
-            late = [item for item, job in self._jobs.items() if job.until < now]
-        for item in late:
-            self._end(item, lambda job: self._unscored(job, f"takes longer than {self._patience_s:.0f} s"))
+            late = [job for job in self._jobs.values() if job.until < now]
+        for job in late:
+            self._end(job, lambda job: self._unscored(job, f"takes longer than {self._patience_s:.0f} s"))
 
     def stop(self) -> None:
         """Score nothing more; what runs is left to end by itself."""
@@ -116,17 +123,17 @@ class Rewarder:
         prompt = self._task.train(group.rollouts[0].prompt_index)
         return [reward_of_turns(self._task, prompt, said) for said in turns]
 
-    def _done(self, item: str, future: Future[list[float]]) -> None:
+    def _done(self, job: _Job, future: Future[list[float]]) -> None:
         if future.cancelled():
             return
         error = future.exception()
         if error is None:
             rewards = future.result()
-            self._end(item, lambda job: self._settle(job, rewards))
+            self._end(job, lambda job: self._settle(job, rewards))
         else:
             # A task is a plug-in and may raise anything.
             said = error.detail if isinstance(error, EchoError) else repr(error)
-            self._end(item, lambda job: self._unscored(job, f"failed: {said}"[:500]))
+            self._end(job, lambda job: self._unscored(job, f"failed: {said}"[:500]))
 
     def _settle(self, job: _Job, rewards: Sequence[float]) -> None:
         if not self._check:
@@ -142,12 +149,14 @@ class Rewarder:
         log.warning("the reward of group %s %s", job.group.work_item, why)
         self._refuse(job.group, job.ref, "unscored")
 
-    def _end(self, item: str, end: Callable[[_Job], None]) -> None:
-        """What becomes of a group, once: whichever comes first, its reward or the end of patience."""
+    def _end(self, job: _Job, end: Callable[[_Job], None]) -> None:
+        """What becomes of a group, once: whichever comes first, its reward, the end of patience, or a newer answer."""
         with self._changed:
-            job = self._jobs.pop(item, None)
+            first = self._jobs.get(job.group.work_item) is job
+            if first:
+                del self._jobs[job.group.work_item]
             self._changed.notify_all()
-        if job is not None:
+        if first:
             end(job)
 
 

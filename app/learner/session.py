@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from app.learner.adaptive import again
 from app.learner.audit.auditor import Auditor
 from app.learner.audit.rewards import Rewards
 from app.learner.audit.weights import Versions, audit_device, kept
@@ -37,7 +38,7 @@ from app.learner.prepare import Parts, prepare, put_assets, put_final
 from app.learner.probe import open_prober
 from app.learner.publisher import Publisher, Save
 from app.learner.resume import FLUSH_S, fetch_checkpoint, resume
-from app.learner.rewards import Rewarder
+from app.learner.rewards import Rewarder, threads
 from app.learner.sink import RelaySink
 from app.learner.standby import Standby
 from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer
@@ -111,6 +112,7 @@ class Session:
                 manifest_public_key=sink.public_key,
                 assets=parts.assets,
                 model_revision=parts.revision,
+                staleness=again(self._answer.spec, position.adaptive),
             )
         )
         self._directives.update(answer)
@@ -245,7 +247,7 @@ class Session:
         auditor = Auditor(
             spec,
             Versions(parts.loaded.folder, spec, device, sink.weights),
-            Rewards(parts.task, copy.deepcopy(parts.loaded.tokenizer)),
+            Rewards(parts.task, copy.deepcopy(parts.loaded.tokenizer), at_once=threads(spec)),
             self._control,
             self._buffer,
             self._directives,

@@ -3,7 +3,7 @@
 Invariant: the folder `tiny-<recipe hash>` is complete or absent, is made once however many processes ask, and depends
 on nothing but the recipe (weights are equal bit by bit on the same kind of CPU).
 
-A Qwen3 (of 460 thousand parameters, and of 3.7 million) learns to spell short words backward by supervised warm-up
+A Qwen3 (of 460 thousand parameters, and of 3.5 million) learns to spell short words backward by supervised warm-up
 until it gets about one answer in five right. Warm-up never sees a held-out question.
 """
 
@@ -105,7 +105,8 @@ def _make(recipe: Recipe, folder: Path) -> None:
         model = _build_model(recipe, tokenizer)
         began = time.monotonic()
         steps, accuracy = _warm_up(model, tokenizer, recipe)
-        log.info("tiny model: %d steps, %.1f s, validation %.3f", steps, time.monotonic() - began, accuracy)
+        seconds = time.monotonic() - began
+        log.info("a model of %d layers: %d steps, %.1f s, validation %.3f", recipe.layers, steps, seconds, accuracy)
     finally:
         torch.set_num_threads(threads)
         torch.random.set_rng_state(state)
@@ -192,7 +193,7 @@ def _warm_up(model: Any, tokenizer: Any, recipe: Recipe) -> tuple[int, float]:
         if decay_from is None and (step + 1) % recipe.check_every == 0:
             accuracy = _accuracy(model, tokenizer, task, check, generator)
             decay_from = step + 1 if accuracy >= recipe.stop_at else None
-    raise LearnerError(f"the tiny model did not reach {recipe.stop_at:.0%} in {recipe.max_steps} warm-up steps")
+    raise LearnerError(f"the starting model did not reach {recipe.stop_at:.0%} in {recipe.max_steps} warm-up steps")
 
 
 def _batches(

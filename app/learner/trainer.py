@@ -28,7 +28,7 @@ from app.learner.model import check_weights, trained_weights
 from app.learner.optimizer import adamw
 from app.learner.parallel.messages import Progress, Rehearsal, packed, unpacked
 from app.learner.parallel.ranks import ALONE, Ranks
-from app.learner.parallel.shards import local, needs_shards, number, prepare_passes, shard, spread, whole
+from app.learner.parallel.shards import local, needs_shards, number, prepare_passes, reshard, shard, spread, whole
 from app.learner.passes import Passes
 from app.learner.reference import frozen_copy
 from app.protocol.errors import LearnerError
@@ -129,6 +129,7 @@ class GRPOTrainer:
         self._laps.lap("publish")
         self._optimizer.param_groups[0]["lr"] = values["learning_rate"]
         if not self._skipped:
+            reshard(self.model)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._laps.lap("optimizer")
@@ -254,7 +255,7 @@ class GRPOTrainer:
         spec, before, found = self._spec.learner, self._previous, self._cosine()
         raw = {n: p.grad for n, p in self._named.items() if p.grad is not None}
         # The optimizer's zero_grad lets go of these tensors, so that they need no copy.
-        self._previous = raw if spec.grad_cosine or spec.gac else None
+        self._previous = raw if spec.grad_cosine or spec.gac or self._spec.adaptive else None
         if found is None or before is None:
             self._skipped = False
             return {}

@@ -10,7 +10,8 @@ from app.protocol.base import Lenient, Strict
 
 Verdict = Literal["passed", "suspect", "failed", "unclear"]
 """suspect: may be chance once, and is none if it comes again. failed: no honest engine does that. unclear: the version
-that the node claims is not at hand, so that only what else could be looked at was."""
+that the node claims is not at hand, or its rewards could not be computed again, so that only what else could be looked
+at was."""
 Fault = Literal["", "reward", "logprobs", "version", "copied", "greedy", "file", "proof"]
 
 

@@ -186,7 +186,7 @@ class JobSpec(Spec):
 
     name: str = Field(default="", max_length=200)
     model: str = Field(min_length=1, max_length=500)
-    """`tiny`, a Hugging Face id (`org/name`) or a local folder with a config.json."""
+    """`tiny`, `small`, a Hugging Face id (`org/name`) or a local folder with a config.json."""
     task: TaskSpec
     budget_usd: Decimal
     stop: StopSpec = StopSpec()

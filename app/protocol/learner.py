@@ -64,6 +64,14 @@ class AssetInfo(Strict):
     """Where anybody gets the same bytes."""
 
 
+class StalenessMove(Strict):
+    """What the learner of a job with adaptive staleness wants from now on, and why."""
+
+    staleness_budget: int = Field(ge=1)
+    publish_period: int = Field(ge=1)
+    reason: str = Field(max_length=300)
+
+
 class Ready(Strict):
     """The learner can train: everything that only loading could show is known to be right."""
 
@@ -79,6 +87,8 @@ class Ready(Strict):
     assets: list[AssetInfo]
     model_revision: str | None = Field(default=None, pattern=COMMIT)
     """The commit on the Hugging Face Hub that was loaded, if the model is from there."""
+    staleness: StalenessMove | None = None
+    """The S that held at `resume_step`, if it is adaptive: moves of steps that are forgotten don't hold any more."""
 
 
 class LearnerHeartbeat(Strict):
@@ -207,14 +217,6 @@ class Drops(Strict):
     dropped: list[DroppedGroup] = Field(min_length=1)
 
 
-class StalenessMove(Strict):
-    """What the learner of a job with adaptive staleness wants from now on, and why."""
-
-    staleness_budget: int = Field(ge=1)
-    publish_period: int = Field(ge=1)
-    reason: str = Field(max_length=300)
-
-
 class StepReport(Strict):
     """One learner step. Step numbers start at 1; step t makes v_t out of v_{t-1}."""
 
@@ -227,6 +229,8 @@ class StepReport(Strict):
     trained: list[str]
     """Work items consumed."""
     dropped: list[DroppedGroup] = Field(default_factory=list)
+    told: list[DroppedGroup] = Field(default_factory=list)
+    """Dropped since the step before and told at once (`Drops`): only counted in this step's record."""
     lags: dict[int, int]
     """Version lag t − x, with t = step − 1 → number of rollouts."""
     metrics: dict[str, float] = Field(default_factory=dict)

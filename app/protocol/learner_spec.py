@@ -102,7 +102,8 @@ class LearnerSpec(Spec):
     one_sided: bool = False
     """Rollouts of quantised weights count at most once: no importance weight of theirs is above 1."""
     grad_cosine: bool = False
-    """Report the cosine with the previous step's gradient, at the price of one more copy of the weights in memory."""
+    """Report the cosine with the previous step's gradient, at the price of one more copy of the weights in memory. An
+    adaptive S goes by it, so that it is measured then in any case."""
     gac: bool = False
     """Experimental: take out of a gradient what only repeats the previous one. Costs that copy, too."""
     gac_low: float = Field(default=0.3, gt=0, lt=1)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import httpx
@@ -22,7 +23,6 @@ from app.rollout_agent import room
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.config import AgentSettings, RelayAddress, SelfDestruct
 from app.rollout_agent.engines.base import Engine, StreamEngine
-from app.rollout_agent.facts import free_bytes
 from app.rollout_agent.lifecycle import Ending, LeaseWatch, ending_of, join_ending
 from app.rollout_agent.node import Node
 from app.rollout_agent.preemption.board import Board
@@ -49,6 +49,8 @@ TELL_TIMEOUT_S = 5.0
 """So long a machine that will be interrupted and has no work left waits until its notice was heard."""
 RELAY_S, RELAY_LOOK_S = 15.0, 1.0
 """So long it then serves its peers, while each look finds that they took something."""
+LAST_S = 5.0
+"""So long a node that ends without a drain has to hand in what is finished, and over what is not."""
 CLOSE_TIMEOUT_S = 10.0
 HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 0.05, 60.0
 
@@ -164,13 +166,13 @@ class Agent:
                 log.warning("can't join yet: %s", error.detail)
 
     def _check_room(self, joined: JoinAnswer) -> None:
-        """Raises Unfit for a job that this machine has no room for."""
+        """Raises Unfit for a job that this machine has no room for. Runs in a thread of its own."""
         if self._facts is None:
             return
-        folder = self._settings.agent_dir
-        gpus = len(self._facts.gpus) if self._settings.engine == "vllm" else 1
-        model = room.Model(joined.assets, joined.parameters, joined.snapshot_bytes)
-        room.check(model, self._facts, folder, free_bytes(folder), on_gpu=self._on_gpu, gpus_used=gpus)
+        assert self._ending is not None
+        folder, loop = self._settings.agent_dir / "model", self._ending.get_loop()
+        split = partial(room.fetched_split, self._client, joined.assets, folder, loop)
+        room.check_job(joined, self._settings, self._facts, on_gpu=self._on_gpu, split=split)
 
     async def _serve(self, node: Node) -> None:
         await node.run()
@@ -258,7 +260,15 @@ class Agent:
             log.info("ending: %s", ending.reason)
             self._ending.set_result(ending)
 
+    async def _drain_at_last(self, node: Node, ending: Ending) -> None:
+        """Deliver what there is, unless nobody hears it, or a drain has had its time already."""
+        serving = [task for task in self._tasks if task.get_name() == "node" and not task.done()]
+        if ending.reachable and serving and not node.drain_reason:
+            node.drain(ending.reason, 0.0)
+            await asyncio.wait(serving, timeout=LAST_S)
+
     async def _wind_up(self, node: Node, ending: Ending) -> None:
+        await self._drain_at_last(node, ending)
         node.interrupt()
         for task in self._tasks:
             task.cancel()

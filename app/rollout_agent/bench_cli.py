@@ -49,7 +49,7 @@ async def _measure(
         prepared = await asyncio.to_thread(prepare, model, Path(folder))
         measured = await measure(
             made, prepared, concurrencies=concurrencies, max_tokens=max_tokens, name=settings.engine, title=model,
-            gpu_name=name or short_name(found), facts=facts,
+            gpu_name=name or short_name(found), facts=facts, settings=settings,
         )  # fmt: skip
     return await with_links(measured, *urls)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,9 +21,10 @@ from app.protocol.job import SamplingSpec
 from app.protocol.startup import MachineFacts
 from app.rollout_agent import selftest
 from app.rollout_agent.bench_model import BenchModel
+from app.rollout_agent.config import AgentSettings
 from app.rollout_agent.engines.base import Engine, StreamEngine
 from app.rollout_agent.hosting import BatchHost
-from app.rollout_agent.room import Unfit
+from app.rollout_agent.room import Unfit, gpus_used, split_in
 from app.rollout_agent.working import make_host
 
 LINK_S = 10.0
@@ -72,10 +74,11 @@ class Measured:
 
 async def measure(
     engine: Engine | StreamEngine, model: BenchModel, *, concurrencies: Sequence[int], max_tokens: int, name: str,
-    title: str, gpu_name: str, facts: MachineFacts, clock: Callable[[], float] = time.perf_counter,
+    title: str, gpu_name: str, facts: MachineFacts, settings: AgentSettings | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Measured:  # fmt: skip
-    """Load, install twice, generate. `name`: the engine's; `title`: the model's. Raises Unfit for unsound samples, and
-    what the engine raises."""
+    """Load, install twice, generate. `name`: the engine's; `title`: the model's; `settings`: those that the engine was
+    made of. Raises Unfit for unsound samples, and what the engine raises."""
     with ThreadPoolExecutor(1, "engine") as pool:
         host = make_host(engine, model.folder, pool)
         try:
@@ -91,16 +94,17 @@ async def measure(
             host.interrupt()
             await host.close()
     best = max(rows, key=lambda row: row.tokens_per_s)
+    gpus = _gpus_used(host, facts, model.folder, settings)
     return Measured(
-        gpu_name=gpu_name, num_gpus=_gpus_used(host, facts), engine=name, model=title, parameters=model.parameters,
+        gpu_name=gpu_name, num_gpus=gpus, engine=name, model=title, parameters=model.parameters,
         max_tokens=max_tokens, concurrency=best.concurrency, tokens_per_s=best.tokens_per_s, rows=rows, load_s=load_s,
         swap_s=swap_s, snapshot_bytes=model.snapshot.manifest.payload_bytes, facts=facts.model_dump(),
     )  # fmt: skip
 
 
-def _gpus_used(host: object, facts: MachineFacts) -> int:
-    """An engine that is called from a thread uses one GPU, one that is a process all of them."""
-    return 1 if isinstance(host, BatchHost) else max(1, len(facts.gpus))
+def _gpus_used(host: object, facts: MachineFacts, folder: Path, settings: AgentSettings | None) -> int:
+    """An engine that is called from a thread uses one GPU, one that is a process those that share the model."""
+    return 1 if isinstance(host, BatchHost) else max(1, gpus_used(len(facts.gpus), split_in(folder), settings))
 
 
 async def _rows(

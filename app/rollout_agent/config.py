@@ -47,7 +47,7 @@ class AgentSettings(BaseSettings):
     vllm_python: Path = Path(sys.executable)
     """Interpreter that has vLLM; default: the agent's own."""
     vllm_tensor_parallel: int | None = Field(default=None, ge=1, le=64)
-    """GPUs that share the model; default: as many of the machine's as divide its attention heads."""
+    """GPUs that share the model; default: as many of the machine's as can share it evenly."""
     vllm_memory_share: float = Field(default=0.9, gt=0, lt=1)
     """Share of each GPU's memory that vLLM takes; not used on a CPU."""
     vllm_max_model_len: int | None = Field(default=None, ge=1)

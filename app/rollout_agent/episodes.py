@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +51,15 @@ def answered(task: Task, tokenizer: Any, prompt: Prompt, episode: Completion, ma
 
 
 async def play(
-    sample: Sampler, answer: Answer, prompt_ids: Sequence[int], max_tokens: int, begun: Completion | None = None
+    sample: Sampler,
+    answer: Answer,
+    environments: Executor,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    begun: Completion | None = None,
 ) -> Completion:
     """One episode to its end, or until the sampler cuts it: then it comes back as `abort`. `begun`: one that was cut.
+    `answer` is called in `environments`.
 
     Raises what `sample` and `answer` raise.
     """
@@ -64,7 +71,7 @@ async def play(
         episode = join(episode, piece)
         if piece.finish_reason != "stop":
             return episode
-        episode = await asyncio.to_thread(answer, episode)
+        episode = await asyncio.get_running_loop().run_in_executor(environments, answer, episode)
         if episode.finish_reason != "abort":
             return episode
 

@@ -1,4 +1,4 @@
-"""What a node measures of itself when samples come one by one.
+"""How full an engine is kept when samples come one by one, and what a node measures of itself then.
 
 Invariant: the speed told is that of a well filled engine, so that waiting for work never makes a machine look slow; one
 that was never well filled is judged by how far it was.
@@ -8,13 +8,44 @@ from __future__ import annotations
 
 from collections import deque
 
+from app.rollout_agent.concurrency import MAX_SAMPLES, Bounds, first_target, next_target
+from app.rollout_agent.engines.base import Load
 from app.rollout_agent.measure import BUSY_WINDOW_S, Rates
 
+MAX_READY = 256
+"""With so many groups waiting to be scored or handed in, nothing more is leased."""
+MAX_LEASE = 1024
+EAGER = 8
+"""Work is asked for when this part of the target is free: fewer requests, and the backlog fills the gap."""
 HALF_LIFE_S = 30.0
 FILLED = 0.5
 """At this share of the target an engine counts as well filled."""
 LEAST_S = 1.0
 """Less time than that says nothing."""
+
+
+class Filling:
+    """How many samples should be in flight, in groups of `group_size`."""
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+        self._bounds = Bounds(group_size, max(MAX_SAMPLES, group_size), group_size)
+        self._target = first_target(self._bounds)
+
+    @property
+    def samples(self) -> int:
+        """That many."""
+        return self._target.samples
+
+    def follow(self, load: Load, in_flight: int) -> None:
+        """The engine has these figures with so many samples in flight."""
+        self._target = next_target(self._target, in_flight, load, self._bounds)
+
+    def room(self, in_flight: int, ready: int) -> int:
+        """Groups to ask for; 0: it is not worth a request yet. `ready`: groups that wait to be scored or handed in."""
+        groups = (self.samples - in_flight) // self._group_size
+        worth = max(1, self.samples // EAGER // self._group_size)
+        return 0 if groups < worth or ready >= MAX_READY else min(groups, MAX_LEASE)
 
 
 class _Sums:

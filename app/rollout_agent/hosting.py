@@ -1,7 +1,8 @@
 """An engine and how it is run: in a thread of its own, or in the agent's event loop.
 
 Invariant: installing, loading again and reviving never overlap; an engine that has lost its version gets the one back
-that was in force last, from a snapshot that is kept for that, or the node ends.
+that was in force last, from a snapshot that is kept for that, or the node ends. A version that was refused is not tried
+again.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from app.protocol.errors import Unavailable
+from app.protocol.errors import IntegrityError, Unavailable
 from app.rollout_agent.engines.base import Engine, StreamEngine, Tainted
-from app.rollout_agent.installing import put_in_force, put_in_force_live
+from app.rollout_agent.installing import NotTaken, put_in_force, put_in_force_live
 from app.snapshots.store import Snapshot
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,10 @@ class Host(Protocol):
         ...
 
     async def install(self, snapshot: Snapshot) -> Tainted | None:
-        """Put a version in force, as `put_in_force`. The caller keeps the snapshot on the disk meanwhile."""
+        """Put a version in force, as `put_in_force`. The caller keeps the snapshot on the disk meanwhile.
+
+        Raises IntegrityError for a version that was refused before.
+        """
         ...
 
     def interrupt(self) -> None:
@@ -48,10 +52,36 @@ class Host(Protocol):
         ...
 
 
-class BatchHost:
+class _Keeping:
+    """What hosts share: the version in force, which `pin`, once given, keeps on the disk, and the one refused last."""
+
+    def __init__(self) -> None:
+        self.pin: Pin = lambda _: contextlib.nullcontext()
+        self._in_force: Snapshot | None = None
+        self._pins = contextlib.ExitStack()
+        self._refused: int | None = None
+
+    @contextlib.contextmanager
+    def _taking(self, snapshot: Snapshot) -> Iterator[Snapshot | None]:
+        """Around the installation of a version: what was in force before. Raises IntegrityError if it was refused."""
+        if snapshot.version == self._refused:
+            raise IntegrityError(f"version {snapshot.version} was refused before and is not tried again")
+        try:
+            yield self._in_force
+        except NotTaken:
+            self._refused = snapshot.version
+            raise
+        kept = contextlib.ExitStack()
+        kept.enter_context(self.pin(snapshot.version))
+        self._pins.close()
+        self._pins, self._in_force = kept, snapshot
+
+
+class BatchHost(_Keeping):
     """An engine that is called from one thread, which is that of `pool`."""
 
     def __init__(self, engine: Engine, model: Path, pool: Executor) -> None:
+        super().__init__()
         self._engine = engine
         self._model = model
         self._pool = pool
@@ -63,7 +93,8 @@ class BatchHost:
     async def install(self, snapshot: Snapshot) -> Tainted | None:
         """Between two batches."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, put_in_force, self._engine, self._model, snapshot)
+        with self._taking(snapshot) as before:
+            return await loop.run_in_executor(self._pool, put_in_force, self._engine, self._model, snapshot, before)
 
     def interrupt(self) -> None:
         """See Host."""
@@ -71,34 +102,38 @@ class BatchHost:
 
     async def close(self) -> None:
         """In the engine's thread, which is free within one token of `interrupt`."""
+        self._pins.close()
         async with asyncio.timeout(CLOSE_S):
             await asyncio.get_running_loop().run_in_executor(self._pool, self._engine.close)
 
 
-class StreamHost:
-    """An engine that samples all the time. `pin`, once there is one, keeps the version in force on the disk."""
+class StreamHost(_Keeping):
+    """An engine that samples all the time."""
 
     def __init__(self, engine: StreamEngine, model: Path) -> None:
-        self.pin: Pin = lambda _: contextlib.nullcontext()
+        super().__init__()
         self._engine = engine
         self._model = model
         self._swapping = asyncio.Lock()
-        self._in_force: Snapshot | None = None
-        self._pins = contextlib.ExitStack()
+        self._renewals = 0
+        """How often the engine was loaded or took a version: each time it has just shown that it works."""
 
     async def load(self) -> None:
         """See Host."""
         async with self._swapping:
             await self._engine.load(self._model)
+            self._renewals += 1
 
     async def install(self, snapshot: Snapshot) -> Tainted | None:
         """While samples run."""
         async with self._swapping:
-            mended = await put_in_force_live(self._engine, self._model, snapshot)
-            kept = contextlib.ExitStack()
-            kept.enter_context(self.pin(snapshot.version))
-            self._pins.close()
-            self._pins, self._in_force = kept, snapshot
+            try:
+                with self._taking(snapshot) as before:
+                    mended = await put_in_force_live(self._engine, self._model, snapshot, before)
+            except NotTaken:
+                self._renewals += 1
+                raise
+            self._renewals += 1
             return mended
 
     async def revive(self) -> bool:
@@ -113,8 +148,15 @@ class StreamHost:
             return True
 
     async def restart(self) -> None:
-        """Load an engine that hangs again, whatever it says of itself. Raises as `revive`."""
+        """Load an engine that hangs again, whatever it says of itself. Raises as `revive`.
+
+        Not if it was loaded, or took a version, while this waited for its turn: then it does not hang any more.
+        """
+        seen = self._renewals
         async with self._swapping:
+            if self._renewals != seen:
+                log.info("the engine is not restarted: it was renewed meanwhile")
+                return
             await self._load_anew()
 
     async def _load_anew(self) -> None:
@@ -124,6 +166,7 @@ class StreamHost:
         log.warning("the engine is loaded again, with version %d", snapshot.version)
         await self._engine.load(self._model)
         await self._engine.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
+        self._renewals += 1
 
     def interrupt(self) -> None:
         """Nothing: its samples are tasks of the node, which are cancelled."""

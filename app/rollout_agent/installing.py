@@ -1,6 +1,7 @@
 """Putting a version in force in the engine.
 
-Invariant: an engine whose weights are not what the learner signed is loaded again before it samples anything.
+Invariant: an engine whose weights are not what the learner signed is loaded again before it samples anything. A version
+that fails twice is left for the one before it, whose weights the engine has then.
 """
 
 from __future__ import annotations
@@ -8,39 +9,100 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from app.protocol.errors import EchoError, IntegrityError
 from app.rollout_agent.engines.base import Engine, StreamEngine, Tainted
 from app.snapshots.store import Snapshot
 
 log = logging.getLogger(__name__)
 
 
-def put_in_force(engine: Engine, model: Path, snapshot: Snapshot) -> Tainted | None:
+class NotTaken(IntegrityError):
+    """A version doesn't go into this engine; the one before it is in force again."""
+
+
+def put_in_force(engine: Engine, model: Path, snapshot: Snapshot, before: Snapshot | None = None) -> Tainted | None:
     """Install a snapshot; what went wrong at first when it took loading the engine from the folder `model` again.
 
-    Runs in the engine's thread, in one go, so that no batch comes between the failure and the second try. Raises what
-    `Engine.install` raises; the second failure is final.
+    Runs in the engine's thread, in one go, so that no batch comes between the failure and the second try. `before` was
+    in force last: after a second failure it is put in force again, and NotTaken raised. Raises what `Engine.install`
+    raises, and Tainted when `before` fails as well.
     """
 
-    def install() -> None:
-        engine.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
+    def install(this: Snapshot) -> None:
+        engine.install(this.payload_path, this.manifest, this.version)
 
-    try:
-        install()
-    except Tainted as error:
-        log.error("version %d: %s; loading the engine again", snapshot.version, error.detail)
+    def anew(this: Snapshot) -> None:
         engine.load(model)
-        install()
-        return error
-    return None
+        install(this)
 
-
-async def put_in_force_live(engine: StreamEngine, model: Path, snapshot: Snapshot) -> Tainted | None:
-    """The same for an engine that goes on sampling meanwhile: samples that run are not waited for."""
     try:
-        await engine.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
+        install(snapshot)
+        return None
     except Tainted as error:
-        log.error("version %d: %s; loading the engine again", snapshot.version, error.detail)
+        first = error
+    _log_first(snapshot, first)
+    try:
+        anew(snapshot)
+    except (EchoError, RuntimeError) as error:
+        if before is None:
+            raise
+        _log_second(snapshot, before, error)
+        try:
+            anew(before)
+        except (EchoError, RuntimeError) as worse:
+            raise _lost(error, before, worse) from worse
+        raise _not_taken(error, before) from error
+    return first
+
+
+async def put_in_force_live(
+    engine: StreamEngine, model: Path, snapshot: Snapshot, before: Snapshot | None = None
+) -> Tainted | None:
+    """The same for an engine that goes on sampling meanwhile: samples that run are not waited for."""
+
+    async def install(this: Snapshot) -> None:
+        await engine.install(this.payload_path, this.manifest, this.version)
+
+    async def anew(this: Snapshot) -> None:
         await engine.load(model)
-        await engine.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
-        return error
-    return None
+        await install(this)
+
+    try:
+        await install(snapshot)
+        return None
+    except Tainted as error:
+        first = error
+    _log_first(snapshot, first)
+    try:
+        await anew(snapshot)
+    except (EchoError, RuntimeError) as error:
+        if before is None:
+            raise
+        _log_second(snapshot, before, error)
+        try:
+            await anew(before)
+        except (EchoError, RuntimeError) as worse:
+            raise _lost(error, before, worse) from worse
+        raise _not_taken(error, before) from error
+    return first
+
+
+def _log_first(snapshot: Snapshot, error: Tainted) -> None:
+    log.error("version %d: %s; loading the engine again", snapshot.version, error.detail)
+
+
+def _log_second(snapshot: Snapshot, before: Snapshot, error: Exception) -> None:
+    log.error("version %d again: %s; going back to version %d", snapshot.version, _said(error), before.version)
+
+
+def _not_taken(error: Exception, before: Snapshot) -> NotTaken:
+    return NotTaken(f"{_said(error)[:800]}; version {before.version} is in force again")
+
+
+def _lost(error: Exception, before: Snapshot, worse: Exception) -> Tainted:
+    then = f"nor could version {before.version} be put in force again: {_said(worse)[:400]}"
+    return Tainted(f"{_said(error)[:400]}; {then}")
+
+
+def _said(error: Exception) -> str:
+    return error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"

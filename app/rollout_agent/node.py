@@ -25,7 +25,6 @@ from app.rollout_agent.config import AgentSettings, RelayAddress
 from app.rollout_agent.engines.base import Engine, StreamEngine
 from app.rollout_agent.faults import Faults
 from app.rollout_agent.heartbeats import describe
-from app.rollout_agent.hosting import StreamHost
 from app.rollout_agent.hub import Hub
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.measure import Rates
@@ -192,8 +191,7 @@ class Node:
             job_id=self._joined.job_id,
             public_key=self._joined.manifest_public_key,
         )
-        if isinstance(self._host, StreamHost):
-            self._host.pin = store.pin
+        self._host.pin = store.pin
         await self._start_relay(store)
         puller = self._make_puller(store)
         worker = make_worker(self._host, self._engine, text, self._parts())
@@ -278,7 +276,8 @@ class Node:
         return [Source(kind=u.kind, url=u.url, node_id=u.node_id) for u in self.directives.upstreams]
 
     async def _install(self, snapshot: Snapshot) -> None:
-        """Install, between two batches or while samples run. A node that is left without a version ends."""
+        """Install, between two batches or while samples run. A node that is left without a version ends; one whose
+        engine has the version before goes on with that."""
         try:
             mended = await self._host.install(snapshot)
         except (EchoError, RuntimeError) as error:

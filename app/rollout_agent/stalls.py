@@ -1,13 +1,15 @@
 """Notices when generation hangs: something runs, and nothing comes out.
 
-Invariant: a machine that is merely slow is left alone: the bound follows what is usual for it. One that hangs is put
-right once, and gives itself back when it hangs again within the hour.
+Invariant: a machine that is merely slow is left alone: the bound follows what is usual for it, and an engine that can
+be asked hangs only if it does not answer. One that hangs is put right once, and gives itself back when it hangs again
+within the hour.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -17,12 +19,16 @@ log = logging.getLogger(__name__)
 
 LEAST_S = 60.0
 TIMES_USUAL = 10.0
+LEAST_SILENT_S, TIMES_BETWEEN = 30.0, 20.0
+"""As long as this and so many times the measured seconds between two results, and an engine is asked early."""
 LOOK_S = 5.0
 HOUR_S = 3600.0
 TOLERATED = 2
 """So many in an hour, and the node leaves."""
 PROBE_S = 30.0
 """An engine that has nothing wrong gives one token in that time, however full it is."""
+EARLY_PROBES = 2
+"""So many in a row have to fail: one may have met a version being put in force, when nothing comes out."""
 
 
 class Hung(Unavailable):
@@ -38,6 +44,12 @@ def hangs(stalled_s: float, usual_s: float | None) -> bool:
     return stalled_s > max(LEAST_S, TIMES_USUAL * (usual_s or 0.0))
 
 
+def silent(quiet_s: float, between_s: float | None) -> bool:
+    """Whether `quiet_s` seconds without a result are reason to ask an engine whether it lives. `between_s`: smoothed
+    from one result to the next; None while that is not known."""
+    return between_s is not None and quiet_s > max(LEAST_SILENT_S, TIMES_BETWEEN * between_s)
+
+
 def judge(now: float, before: Sequence[float], *, healthy: bool | None) -> Literal["wait", "restart", "leave"]:
     """What to do about a stall at `now`. `before`: when others were; `healthy`: whether the engine gives a token when
     asked for one, None where it can't be asked or started anew."""
@@ -51,9 +63,9 @@ def judge(now: float, before: Sequence[float], *, healthy: bool | None) -> Liter
 class StallWatch:
     """Looks every few seconds until cancelled.
 
-    `stalled_s`: seconds since the last result while something runs, 0 while nothing does. `usual_s`: see `hangs`.
-    `healthy` probes the engine, None if it can't be probed; `restart` loads it and puts the version in force again;
-    `report` tells of the stall.
+    `stalled_s`: seconds since the last result while something runs, 0 while nothing does. `usual_s`: see `hangs`;
+    `between_s`: see `silent`. `healthy` probes the engine, None if it can't be probed; `restart` loads it and puts the
+    version in force again; `report` tells of the stall.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class StallWatch:
         restart: Callable[[], Awaitable[None]] | None,
         report: Callable[[str], Awaitable[None]],
         clock: Callable[[], float],
+        between_s: Callable[[], float | None] = lambda: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._stalled_s = stalled_s
@@ -73,8 +86,13 @@ class StallWatch:
         self._restart = restart
         self._report = report
         self._clock = clock
+        self._between_s = between_s
         self._sleep = sleep
         self._stalls: list[float] = []
+        self._answered_at = -math.inf
+        """When a probe succeeded last, or the engine was restarted."""
+        self._missed = 0
+        """Probes in a row that failed."""
 
     async def run(self) -> None:
         """Watch. Raises Hung, or what `restart` raises."""
@@ -85,20 +103,38 @@ class StallWatch:
     async def look(self) -> None:
         """Once. Raises Hung."""
         stalled = self._stalled_s()
-        if not hangs(stalled, self._usual_s()):
+        # An answer to a probe is a result, too: the next one is not due sooner after it.
+        quiet = min(stalled, self._clock() - self._answered_at)
+        hung = hangs(quiet, self._usual_s())
+        if not hung and not silent(quiet, self._between_s()):
+            self._missed = 0
             return
-        healthy = None
-        if self._healthy is not None and self._restart is not None:
-            healthy = await self._healthy(PROBE_S)
+        healthy = await self._probe()
+        if healthy:
+            log.warning("nothing was generated for %.0f s, but the engine answers", stalled)
+        elif hung or self._missed >= EARLY_PROBES:
+            await self._stalled(stalled, healthy)
+
+    async def _probe(self) -> bool | None:
+        """See `judge`."""
+        if self._healthy is None or self._restart is None:
+            return None
+        healthy = await self._healthy(PROBE_S)
+        if healthy:
+            self._answered_at = self._clock()
+        self._missed = 0 if healthy else self._missed + 1
+        return healthy
+
+    async def _stalled(self, stalled: float, healthy: bool | None) -> None:
+        """Tell of a stall of so many seconds, and restart or leave."""
         now = self._clock()
         verdict = judge(now, self._stalls, healthy=healthy)
-        if verdict == "wait":
-            log.warning("nothing was generated for %.0f s, but the engine answers", stalled)
-            return
         self._stalls.append(now)
+        self._missed = 0
         words = f"nothing was generated for {stalled:.0f} s while something runs"
         log.error("%s", words)
         await self._report(words)
         if verdict == "leave" or self._restart is None:
             raise Hung(f"{words}; the engine hangs")
         await self._restart()
+        self._answered_at = self._clock()

@@ -2,7 +2,8 @@
 
 Invariant: the samples in flight follow a target that the engine's own figures set; a group is scored and on its way as
 soon as its last sample is finished, and waits for nobody. After `drain` nothing is leased, and every group is handed in
-whole, handed over unfinished, or given up.
+whole, handed over unfinished, or given up. A fault and a cancelled `run` are such a drain too, with little time; what
+is not ready by then is given up, and counted as wasted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
 from app.protocol.errors import EchoError, Gone, TaskFailed, Unauthorized
@@ -18,10 +19,10 @@ from app.protocol.job import SamplingSpec
 from app.protocol.node import Report, WasteReason
 from app.rollout_agent.batch import Batch, TextSide, own_share, sampling_of
 from app.rollout_agent.client import NodeClient
-from app.rollout_agent.concurrency import MAX_SAMPLES, Bounds, first_target, next_target
+from app.rollout_agent.closing import end_within, ended
 from app.rollout_agent.delivery import HOPELESS_AFTER_S, Delivery, report_softly
-from app.rollout_agent.engines.base import StreamEngine
-from app.rollout_agent.flow import FlowMeter
+from app.rollout_agent.engines.base import Completion, StreamEngine
+from app.rollout_agent.flow import Filling, FlowMeter
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkerFault, WorkLedger
 from app.rollout_agent.opened import Open, is_stale
@@ -35,11 +36,8 @@ LOOK_S = 0.5
 """So often the engine's figures are read."""
 CUT_S, LEAST_CUT_S = 5.0, 0.8
 """So long samples may take to come back after `abort`; less where there was little time to begin with."""
-MAX_READY = 256
-"""With so many groups waiting to be scored or handed in, nothing more is leased."""
-MAX_LEASE = 1024
-EAGER = 8
-"""Work is asked for when this part of the target is free: fewer requests, and the backlog fills the gap."""
+LAST_S = 5.0
+"""So long it may take to hand over what is unfinished when there was no drain."""
 UNSCORED = 8
 """So many groups in a row without a reward are a fault."""
 
@@ -77,26 +75,28 @@ class StreamWorker:
         self._sampler = sampler
         self._ledger = ledger
         self._sampling = sampling
-        self._group_size = group_size
         self._text_pool = text_pool
         self._oldest_admissible = oldest_admissible
         self._clock = clock
         self._look_s = look_s
-        self._bounds = Bounds(group_size, max(MAX_SAMPLES, group_size), group_size)
-        self._target = first_target(self._bounds)
+        self._filling = Filling(group_size)
         self._open: dict[str, Open] = {}
         self._unscored = 0
         self._drain_by, self._cut_s = 0.0, CUT_S
         self._installed, self._draining = asyncio.Event(), asyncio.Event()
         self._freed, self._hurry = asyncio.Event(), asyncio.Event()
-        self._outbox = Outbox(delivery, clock, self._freed.set)
+        self._outbox = Outbox(delivery, clock, self._sent)
+        self._going: dict[str, int] = {}
+        """Tokens of whole groups until they are handed in, by item."""
         self._tasks: asyncio.TaskGroup | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._fault: WorkerFault | None = None
         self.meter = FlowMeter()
 
     @property
     def target(self) -> int:
         """Samples that should be in flight."""
-        return self._target.samples
+        return self._filling.samples
 
     @property
     def in_flight(self) -> int:
@@ -125,11 +125,43 @@ class StreamWorker:
 
     async def run(self) -> None:
         """Work until drained. Raises WorkerFault, Gone, Unauthorized."""
+        self._life = asyncio.create_task(self._live(), name="continuous work")
+        try:
+            await ended(self._life, self._hasten, LAST_S)
+        finally:
+            for opened in list(self._open.values()):
+                self._drop(opened, "interrupted")
+            self._ledger.waste("refused", sum(self._going.values()))
+            self._sampler.close()
+            await self._source.close()
+        if self._fault is not None:
+            raise self._fault
+
+    def _hasten(self) -> bool:
+        """Drain without delay, out of turn. False: it was to be over already."""
+        late = self._draining.is_set() and asyncio.get_running_loop().time() >= self._drain_by
+        self.drain(0.0)
+        return not late
+
+    async def _unless_fault(self, work: Awaitable[None]) -> None:
+        """A fault ends all work, but not at once: `run` raises it."""
+        try:
+            await work
+        except WorkerFault as fault:
+            if self._fault is None and self._life is not None:
+                self._fault = fault
+                self._hasten()
+                asyncio.get_running_loop().call_later(LAST_S, self._life.cancel)
+
+    async def _live(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                feeding = [tasks.create_task(self._feed()), tasks.create_task(self._look_for_ever())]
-                tasks.create_task(self._outbox.run())
+                feeding = [
+                    tasks.create_task(self._unless_fault(self._feed())),
+                    tasks.create_task(self._look_for_ever()),
+                ]
+                tasks.create_task(self._hand_in())
                 await self._draining.wait()
                 for task in feeding:
                     task.cancel()
@@ -137,8 +169,19 @@ class StreamWorker:
                 self._outbox.close()
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
-        finally:
-            await self._source.close()
+
+    async def _hand_in(self) -> None:
+        # A fault here is raised at once: from an engine whose files are refused nobody should go on.
+        try:
+            await self._outbox.run()
+        except WorkerFault:
+            self._sent()
+            raise
+
+    def _sent(self) -> None:
+        """A file is settled, and its tokens are counted: what is left is in the outbox."""
+        self._going = {item: tokens for item, tokens in self._going.items() if item in self._outbox}
+        self._freed.set()
 
     async def _feed(self) -> None:
         await self._installed.wait()
@@ -154,10 +197,8 @@ class StreamWorker:
 
     def _room(self) -> int:
         """Groups to ask for; 0: it is not worth a request yet."""
-        groups = (self._target.samples - self.in_flight) // self._group_size
-        worth = max(1, self._target.samples // EAGER // self._group_size)
-        sampled = len(self._outbox) + sum(not opened.pending for opened in self._open.values())
-        return 0 if groups < worth or sampled >= MAX_READY else min(groups, MAX_LEASE)
+        sampled = sum(not opened.pending for opened in self._open.values())
+        return self._filling.room(self.in_flight, len(self._outbox) + sampled)
 
     def _start(self, batch: Batch) -> None:
         if self._tasks is None or self._draining.is_set():
@@ -171,7 +212,7 @@ class StreamWorker:
                 continue
             opened = Open(item, batch.deadlines[item.id], self._clock(), self._engine.version)
             self._open[item.id] = opened
-            opened.task = self._tasks.create_task(self._work_on(opened))
+            opened.task = self._tasks.create_task(self._unless_fault(self._work_on(opened)))
         self._level()
 
     async def _work_on(self, opened: Open) -> None:
@@ -192,6 +233,7 @@ class StreamWorker:
             self._level()
             self._freed.set()
         self._open.pop(opened.item.id, None)
+        self._going |= {s.group.item.id: s.group.tokens for s in scored}
         self._outbox.put(scored)
         self._scored(len(scored))
 
@@ -211,20 +253,18 @@ class StreamWorker:
             opened.take_up(begun)
 
     async def _sample(self, opened: Open) -> None:
-        """All samples that are missing, side by side; the first error ends the others."""
+        """All samples that are missing."""
         sampling = sampling_of(opened.item, self._sampling)
         answer = self._text.answer(opened.told, sampling.max_tokens) if self._text.multi_turn else None
-        try:
-            async with asyncio.TaskGroup() as samples:
-                for index in opened.missing:
-                    begun = opened.samples[index]
-                    ask = Ask(opened.item, opened.prompt_ids, index, sampling, answer, opened.keep, begun)
-                    samples.create_task(self._one(ask))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from group
+        await self._sampler.side_by_side(
+            [
+                Ask(opened.item, opened.prompt_ids, index, sampling, answer, opened.keep, opened.samples[index])
+                for index in opened.missing
+            ],
+            self._finished,
+        )
 
-    async def _one(self, ask: Ask) -> None:
-        sample = await self._sampler.one_sample(ask)
+    def _finished(self, ask: Ask, sample: Completion) -> None:
         before = 0 if ask.begun is None else len(ask.begun.token_ids)
         self.meter.finished(self._clock(), len(sample.token_ids) - before, own_share(ask.begun, sample))
         self._freed.set()
@@ -248,16 +288,10 @@ class StreamWorker:
 
     def _drop(self, opened: Open, reason: WasteReason) -> None:
         self._open.pop(opened.item.id, None)
-        self._lose(opened, reason)
+        self._sampler.lose(opened.item.id, reason)
         self._ledger.waste(reason, opened.tokens)
         self._ledger.give_up([opened.item.id])
         self._freed.set()
-
-    def _lose(self, opened: Open, reason: WasteReason) -> None:
-        """What the engine is at of a group will never come."""
-        lost = self._sampler.lost_with(opened.item.id)
-        self._ledger.sampled(lost)
-        self._ledger.waste(reason, lost)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -276,12 +310,12 @@ class StreamWorker:
         except EchoError as error:
             log.debug("no figures from the engine: %s", error.detail)
             return
-        self._target = next_target(self._target, self.in_flight, load, self._bounds)
+        self._filling.follow(load, self.in_flight)
         self._level()
         self._freed.set()
 
     def _level(self) -> None:
-        self.meter.level(self._clock(), self.in_flight, self._target.samples)
+        self.meter.level(self._clock(), self.in_flight, self.target)
 
     async def _wind_down(self) -> None:
         """Finish what ends in time, cut the rest, and hand over what there is of it."""
@@ -292,25 +326,17 @@ class StreamWorker:
             hurry = asyncio.create_task(self._hurry.wait())
             await asyncio.wait({*working, hurry}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
-        self._sampler.stop()
         if working:
             await self._cut(working)
-        await self._partials.hand_over([opened.group(self._engine.quantisation) for opened in self._open.values()])
-        self._open.clear()
+        unfinished = list(self._open.values())
+        self._open.clear()  # from here on `hand_over` counts what is lost of them
+        for opened in unfinished:
+            self._sampler.lose(opened.item.id, "interrupted")
+        await self._partials.hand_over([opened.group(self._engine.quantisation) for opened in unfinished])
 
     def _working(self) -> set[asyncio.Task[None]]:
         return {opened.task for opened in self._open.values() if opened.task is not None and not opened.task.done()}
 
     async def _cut(self, working: set[asyncio.Task[None]]) -> None:
-        try:
-            async with asyncio.timeout(self._cut_s):
-                await self._engine.abort()
-        except (EchoError, TimeoutError) as error:
-            log.warning("the engine does not cut its samples: %s", getattr(error, "detail", "timeout"))
-        _, rest = await asyncio.wait(working, timeout=self._cut_s)
-        for opened in self._open.values():
-            if opened.task in rest:
-                self._lose(opened, "interrupted")
-                opened.task.cancel()
-        if rest:
-            await asyncio.wait(rest, timeout=self._cut_s)
+        await self._sampler.cut(self._cut_s)
+        await end_within(working, self._cut_s)

@@ -29,9 +29,14 @@ def watch_of(
         recent = worker.meter.usual_s if isinstance(worker, Worker) else None
         return selftest.usual_s(probe(), recent, max_tokens=max_tokens)
 
+    def between_s() -> float | None:
+        # What can't be asked is not judged by it: the longest batch may be much longer than the last ones.
+        return worker.meter.usual_s if isinstance(worker, StreamWorker) else None
+
     return StallWatch(
         stalled_s=lambda: worker.stalled_s,
         usual_s=usual_s,
+        between_s=between_s,
         healthy=engine.healthy if is_stream(engine) else None,
         restart=host.restart if isinstance(host, StreamHost) else None,
         report=faults.hung,

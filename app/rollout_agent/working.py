@@ -27,6 +27,7 @@ from app.rollout_agent.ledger import WorkerFault, WorkLedger
 from app.rollout_agent.partials import Partials
 from app.rollout_agent.sampling import Sampler
 from app.rollout_agent.stream import StreamWorker
+from app.rollout_agent.task_side import score_threads
 from app.rollout_agent.worker import Worker
 
 
@@ -86,9 +87,10 @@ def make_worker(
     async def revive() -> None:
         await revived(host, parts.faults)
 
+    environments = score_threads(joined.task)
     return StreamWorker(
         client, streaming, text, source, delivery, partials,
-        Sampler(streaming, revive, ledger, clock=parts.clock), ledger,
+        Sampler(streaming, revive, ledger, environments=environments, clock=parts.clock), ledger,
         sampling=joined.sampling, group_size=joined.group_size, text_pool=parts.engine_pool,
         oldest_admissible=lambda: parts.directives().oldest_admissible, clock=parts.clock,
     )  # fmt: skip

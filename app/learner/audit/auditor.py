@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from app.learner.audit.custody import Case, Custody
@@ -27,7 +27,7 @@ from app.learner.buffer import Group, ReplayBuffer
 from app.learner.outbox import Directives
 from app.learner.threads import watched
 from app.protocol.audits import Audit, AuditAnswer, AuditReport, Verdict
-from app.protocol.errors import EchoError, LearnerError
+from app.protocol.errors import EchoError, LearnerError, TaskFailed
 from app.protocol.job import JobSpec
 from app.protocol.learner import TrajectoryRef
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 AT_ONCE = 16
 """Audits that are told together."""
 BEHIND = 256
-"""With so many under way, groups that are trained on anyway are not audited as well."""
+"""With so many under way, groups that are trained on anyway are not audited as well; they are counted."""
 _NICE = 10
 
 
@@ -48,7 +48,9 @@ class AuditsCall(Protocol):
 class RewardCheck(Protocol):
     """Rewards computed again."""
 
-    def off(self, group: Group, *, heldout: bool = False) -> float | None: ...
+    def off(self, group: Group, *, heldout: bool = False) -> float | None:
+        """How far they are off; None if there is nothing to hold them against. Raises TaskFailed: it is not known."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Auditor:
         self._thread = watched("auditor", self._run, directives.fail)
         self._done: dict[str, int] = {}
         self._seconds = 0.0
+        self._unscored = 0
+        self._skipped = 0
 
     def start(self) -> None:
         """Begin to audit."""
@@ -116,11 +120,15 @@ class Auditor:
             return self._changed.wait_for(lambda: not (self._queue or self._unread or self._busy), timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """Audits by verdict and the seconds that they took, since this process began."""
+        """Since this process began: audits by verdict, the seconds that they took, those whose rewards could not be
+        computed again (`audits_unscored`), and those that were drawn and left out because BEHIND were under way
+        (`audits_skipped`). And how many wait now."""
         with self._changed:
             return {f"audits_{verdict}": float(n) for verdict, n in sorted(self._done.items())} | {
                 "audit_s": self._seconds,
                 "audits_waiting": float(len(self._queue) + self._custody.waiting),
+                "audits_unscored": float(self._unscored),
+                "audits_skipped": float(self._skipped),
             }
 
     def receive(self, group: Group, ref: TrajectoryRef) -> None:
@@ -167,12 +175,19 @@ class Auditor:
             self._queue = deque(t for t in self._queue if t.case.node not in named)
         self._buffer.withdraw(gone, named)
 
+    def banished(self, node: str) -> bool:
+        """Whether a node is in quarantine, so that others answer what it answered."""
+        with self._changed:
+            return self._custody.banished(node)
+
     def _place(self, case: Case) -> None:
         """Where a group goes; under the lock."""
         way = self._custody.receive(case)
         if way in ("beside", "train") and self._buffer.add(case.group) and way == "beside":
             if sum(not task.heldout for task in self._queue) < BEHIND:
                 self._queue.append(_Task(case, first=False))
+            else:
+                self._skipped += 1
         elif way == "first":
             self._queue.append(_Task(case, first=True))
         self._changed.notify_all()
@@ -222,14 +237,16 @@ class Auditor:
             if self._stopped or self._custody.banished(task.case.node):
                 continue
             began = self._clock()
-            audit = self._look(task)
+            off, unscored = self._rewards_off(task)
+            audit = self._look(task, off, unscored)
             with self._changed:
                 self._done[audit.verdict] = self._done.get(audit.verdict, 0) + 1
+                self._unscored += bool(unscored)
                 self._seconds += self._clock() - began
                 if task.first and audit.clean and not self._custody.banished(task.case.node):
                     self._buffer.add(task.case.group)
                 if not task.heldout:
-                    self._again(task, audit)
+                    self._again(task, audit, scored=not unscored)
             found.append(audit)
         if found:
             self._tell(found)
@@ -248,21 +265,30 @@ class Auditor:
             if audit.node_id not in banished and not audit.heldout:
                 self._buffer.discard(audit.work_item)
 
-    def _again(self, task: _Task, audit: Audit) -> None:
+    def _again(self, task: _Task, audit: Audit, *, scored: bool) -> None:
         """Those that waited for this audit; under the lock."""
         if not self._custody.banished(task.case.node):
-            for waiting in self._custody.settled(task.case, task.first, audit):
+            for waiting in self._custody.settled(task.case, task.first, audit, scored=scored):
                 self._place(waiting)
 
-    def _look(self, task: _Task) -> Audit:
+    def _rewards_off(self, task: _Task) -> tuple[float | None, str]:
+        """How far its rewards are off, and why that is not known, if it should be."""
+        group = task.case.group
+        try:
+            return (self._rewards.off(group, heldout=bool(task.heldout)) if self._rewarded else None), ""
+        except TaskFailed as error:
+            log.warning("the rewards of group %s of node %s are unknown: %s", group.work_item, group.node, error.detail)
+            return None, error.detail
+
+    def _look(self, task: _Task, off: float | None, unscored: str) -> Audit:
         case, bound = task.case, self._trust.max_logprob_rms
-        off = self._rewards.off(case.group, heldout=bool(task.heldout)) if self._rewarded else None
         if task.heldout == "greedy":
-            return greedy(case.group, self._scorer, self._never, reward_off=off, max_rms=bound)
+            return greedy(case.group, self._scorer, self._never, reward_off=off, max_rms=bound, unscored=unscored)
         found = look(
             case.group, self._scorer, self._never,
             reward_off=off, foreign=case.foreign, chosen=self._chosen and not task.heldout,
         )  # fmt: skip
+        found = replace(found, unscored=unscored)
         audit = audit_of(case.group, case.version, found, judge(found, bound, self._trust.max_proof_misses))
         return audit.model_copy(update={"heldout": task.heldout})
 

@@ -86,13 +86,14 @@ class Custody:
             standing.waiting.setdefault(version, []).append(case)
         return found
 
-    def settled(self, case: Case, first: bool, audit: Audit) -> list[Case]:
-        """An audit is over: those that waited for it, to be received again."""
+    def settled(self, case: Case, first: bool, audit: Audit, *, scored: bool = True) -> list[Case]:
+        """An audit is over: those that waited for it, to be received again. Not `scored`: of its rewards nothing is
+        known, so that it speaks for no other group."""
         standing = self._nodes.setdefault(case.node, _Standing())
         version = case.version
         if audit.verdict == "passed":
             standing.passed += 1
-        if audit.clean and not case.foreign:
+        if audit.clean and scored and not case.foreign:
             standing.versions.add(version)
         if first:
             standing.under_way[version] -= 1

@@ -65,6 +65,8 @@ class Look:
     """Other nodes began it: its log-probs are not all the word of who handed it in."""
     proofs: tuple[Match, ...] = ()
     """What came of the proofs that it came with."""
+    unscored: str = ""
+    """Why its rewards could not be computed again, though they should have been; empty: they were, or needn't be."""
 
 
 def judge(look: Look, max_rms: float, max_misses: float = MISSES) -> tuple[Verdict, Fault, str]:
@@ -90,4 +92,11 @@ def judge(look: Look, max_rms: float, max_misses: float = MISSES) -> tuple[Verdi
         return ("failed" if p.misses > MOST_MISSED * p.points else "suspect"), "proof", missed
     if look.copies:
         return ("unclear" if look.foreign else "failed"), "copied", f"one completion comes {look.copies} times"
+    if look.unscored:
+        return "unclear", "", unscored(look.unscored)
     return "passed", "", ""
+
+
+def unscored(why: str) -> str:
+    """In words, that rewards are neither right nor wrong."""
+    return f"its rewards could not be computed again: {why}"

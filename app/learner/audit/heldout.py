@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from app.learner.audit import decide
 from app.learner.audit.decide import FAR, SAME_REWARD
 from app.learner.audit.look import Scorer, token_versions
 from app.learner.buffer import Group
@@ -31,14 +32,20 @@ _MOST = 20.0
 
 
 def greedy(
-    group: Group, scorer: Scorer, never: Callable[[int], bool], *, reward_off: float | None, max_rms: float
+    group: Group,
+    scorer: Scorer,
+    never: Callable[[int], bool],
+    *,
+    reward_off: float | None,
+    max_rms: float,
+    unscored: str = "",
 ) -> Audit:
-    """What an audit of a greedy answer finds. `reward_off`, `never`: as for groups that are trained on."""
+    """What an audit of a greedy answer finds. `reward_off`, `never`, `unscored`: as for groups that are trained on."""
     versions = sorted({v for r in group.rollouts for v in r.span_versions})
     unpublished = next((v for v in versions if never(v)), None)
     behind = None if unpublished is not None else margins(group, versions, scorer)
     verdict, fault, detail = judge(
-        behind, reward_off=reward_off, never=unpublished, versions=versions, bound=FAR * max_rms
+        behind, reward_off=reward_off, never=unpublished, versions=versions, bound=FAR * max_rms, unscored=unscored
     )
     nothing = behind is None or not len(behind)
     return Audit(
@@ -73,7 +80,13 @@ def margins(group: Group, versions: Sequence[int], scorer: Scorer) -> Array | No
 
 
 def judge(
-    behind: Array | None, *, reward_off: float | None, never: int | None, versions: Sequence[int], bound: float
+    behind: Array | None,
+    *,
+    reward_off: float | None,
+    never: int | None,
+    versions: Sequence[int],
+    bound: float,
+    unscored: str = "",
 ) -> tuple[Verdict, Fault, str]:
     """Verdict, what it is about, and the figures in words. `behind`: margins; tokens with more than `bound` nats are
     not the likeliest ones. One may be chance, more are none. An answer of several versions proves nothing either way:
@@ -86,7 +99,7 @@ def judge(
         return "unclear", "", f"one of {', '.join(f'v{v}' for v in versions)} is not at hand"
     off = int(np.sum(behind > bound))
     if not off:
-        return "passed", "", ""
+        return ("unclear", "", decide.unscored(unscored)) if unscored else ("passed", "", "")
     said = (
         f"{off} of {len(behind)} tokens are not the likeliest ones, by up to {float(behind.max()):.3g} nats "
         f"(bound {bound:.3g})"

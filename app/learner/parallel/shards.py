@@ -1,7 +1,8 @@
 """Weights that are spread over the ranks (FSDP2), and how they come together for a copy.
 
-Invariant: between passes a rank holds its share of parameters, gradients and optimizer state only, in float32; a whole
-tensor is put together one at a time, and only rank 0 keeps it, in host memory.
+Invariant: what is read or changed between passes is a rank's share of parameters, gradients and optimizer state, in
+float32, and all that it holds but for what a forward pass alone has left, until then; a whole tensor is put together
+one at a time, and only rank 0 keeps it, in host memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from app.learner.parallel import launch
@@ -50,6 +51,16 @@ def shard(model: Any, spec: LearnerSpec, ranks: Ranks) -> None:
         # On one rank there is nothing to be saved between forward and backward.
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=ranks.size > 1)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def reshard(model: Any) -> None:
+    """Before weights change: let go of what a forward pass put together and no backward pass has let go of.
+
+    The next pass would go on with that.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 
 from app.protocol.errors import BadInput
 from app.rollout_agent.engines.adapter import AdapterConfig, adapt, read_config
+from app.rollout_agent.engines.vllm_command import Split, split_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Blueprint:
     layout: Mapping[str, tuple[int, ...]]
     eos: tuple[int, ...]
     vocabulary: int
-    heads: int
+    split: Split
     nameless: str | None = None
     """The architecture, where config.json doesn't name it."""
 
@@ -51,7 +52,7 @@ def read_blueprint(model_dir: Path) -> Blueprint:
         layout={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         eos=tuple(eos_ids(model.generation_config, config, tokenizer)),
         vocabulary=int(text.vocab_size),
-        heads=int(text.num_attention_heads),
+        split=split_of(lambda name: getattr(text, name, None)),
         nameless=None if config.architectures else type(model).__name__,
     )
 

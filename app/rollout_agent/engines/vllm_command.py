@@ -1,19 +1,27 @@
-"""The command line and environment of the engine's server. Pure.
+"""The command line and environment of the engine's server, and over how many GPUs it spreads a model. Pure, but for a
+warning of GPUs that idle.
 
 Invariant: the server is bound to loopback, answers nobody without the key, samples what it is asked for and nothing
-that the model's own generation_config would add, and reports the log-probs of the distribution that it sampled from.
+that the model's own generation_config would add, and reports the log-probs of the distribution that it sampled from. A
+size that the model can't be split into is never asked of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from app.rollout_agent.engines.blueprint import Blueprint
+from app.protocol.errors import BadInput
 from app.rollout_agent.engines.inherited import inherited
+
+if TYPE_CHECKING:  # what only counts GPUs has no need of PyTorch
+    from app.rollout_agent.engines.blueprint import Blueprint
+
+log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 INSIDE = Path(__file__).parent / "vllm_inside"
@@ -25,6 +33,8 @@ CPU_CACHE_BYTES = 256 * 1024 * 1024
 CPU_ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """On a CPU vLLM puts even a single worker into a process of its own, and the two then spin while they wait for each
 other: two cores have nothing left for the server and us. What it fears for, the workers' threads, are set below."""
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""What a config calls the widths of layers that are divided among GPUs."""
 MAX_LORAS = 4
 """Adapters in use at once: that of the newest version, and those under which long completions began."""
 
@@ -47,15 +57,75 @@ class VllmOptions:
     extra_args: Sequence[str] = field(default=())
 
 
-def tensor_parallel(options: VllmOptions, heads: int) -> int:
-    """The size asked for; else the largest number of this machine's GPUs that divides the model's attention heads."""
-    if options.tensor_parallel is not None:
-        return options.tensor_parallel
-    return max(n for n in range(1, max(1, options.gpus) + 1) if heads % n == 0)
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What of a model GPUs divide among themselves; what is not known is left out. The vocabulary is padded to fit."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    widths: Sequence[int] = ()
+
+
+def split_of(value: Callable[[str], Any]) -> Split:
+    """From a config; `value` gives None for what it does not have."""
+    heads, kv_heads = _sizes(value("num_attention_heads")), _sizes(value("num_key_value_heads"))
+    widths = tuple(size for name in WIDTHS for size in _sizes(value(name)))
+    return Split(heads[0] if len(heads) == 1 else None, kv_heads[0] if len(kv_heads) == 1 else None, widths)
+
+
+def _sizes(value: Any) -> list[int]:
+    """A config has a number, or one for each layer."""
+    return [size for size in (value if isinstance(value, list | tuple) else [value]) if isinstance(size, int) and size]
+
+
+def misfit(split: Split, gpus: int) -> str:
+    """Why vLLM can't spread a model over so many GPUs; empty if it can."""
+    if split.heads is not None and split.heads % gpus:
+        return f"{split.heads} attention heads can't be divided among {gpus} GPUs"
+    if split.kv_heads is not None and split.kv_heads % gpus and gpus % split.kv_heads:
+        return f"{split.kv_heads} key/value heads can't be divided among {gpus} GPUs, nor evenly copied to them"
+    wrong = next((width for width in split.widths if width % gpus), None)
+    return "" if wrong is None else f"a layer of width {wrong} can't be divided among {gpus} GPUs"
+
+
+def most_gpus(split: Split, gpus: int) -> int:
+    """The largest number of `gpus` that a model can be spread over; at least 1."""
+    return max(n for n in range(1, max(1, gpus) + 1) if not misfit(split, n))
+
+
+def parallel_by_hand(arguments: Sequence[str]) -> bool:
+    """Whether arguments of the user say how many GPUs are used; they win over what is reckoned here."""
+    names = [argument.split("=")[0].replace("_", "-") for argument in arguments]
+    return any(name.endswith("-parallel-size") or name in ("-tp", "-pp", "-dp") for name in names)
+
+
+def tensor_parallel(options: VllmOptions, split: Split) -> int:
+    """The size asked for; else the largest number of this machine's GPUs that the model can be spread over.
+
+    Raises BadInput for a size that can't work.
+    """
+    asked = options.tensor_parallel
+    if asked is None:
+        return most_gpus(split, options.gpus)
+    wrong = misfit(split, asked)
+    if options.device == "cuda" and asked > options.gpus:
+        wrong = f"this machine has {options.gpus} GPUs"
+    if wrong:
+        best = most_gpus(split, options.gpus)
+        raise BadInput(f"ECHO2_VLLM_TENSOR_PARALLEL is {asked}, but {wrong}; leave it unset, which gives {best} here")
+    return asked
+
+
+def _warn_of_idle(options: VllmOptions, split: Split, used: int) -> None:
+    if options.device != "cuda" or used >= options.gpus or parallel_by_hand(options.extra_args):
+        return
+    asked = options.tensor_parallel is not None
+    why = "ECHO2_VLLM_TENSOR_PARALLEL says so" if asked else misfit(split, options.gpus)
+    log.warning("%d of this machine's %d GPUs are used, the others idle: %s", used, options.gpus, why)
 
 
 def command(options: VllmOptions, model: Path, port: int, blueprint: Blueprint) -> list[str]:
-    """The whole command line. Arguments of the user come last, so that they win."""
+    """The whole command line. Arguments of the user come last, so that they win. Raises as `tensor_parallel`."""
     arguments = [options.python, str(HOST_SCRIPT), MODULE, "--model", str(model), "--served-model-name", BASE_NAME]
     arguments += ["--host", HOST, "--port", str(port), "--middleware", "echo2_engine_guard.Guard"]
     arguments += [
@@ -68,7 +138,8 @@ def command(options: VllmOptions, model: Path, port: int, blueprint: Blueprint) 
     ]
     arguments += ["--logprobs-mode", "processed_logprobs"]
     arguments += ["--scheduling-policy", "priority", "--max-num-seqs", str(options.max_sequences)]
-    workers = tensor_parallel(options, blueprint.heads)
+    workers = tensor_parallel(options, blueprint.split)
+    _warn_of_idle(options, blueprint.split, workers)
     arguments += ["--tensor-parallel-size", str(workers)]
     arguments += ["--worker-extension-cls", "echo2_engine_worker.Extension"]
     arguments += ["--max-model-len", "auto" if options.max_model_len is None else str(options.max_model_len)]

@@ -54,7 +54,7 @@ class Job(Base):
     train_prompts: Mapped[int | None]
     eval_prompts: Mapped[int | None]
     t_train: Mapped[float | None]
-    """Smoothed; the rehearsal's until a step was measured."""
+    """Of the newest steps; the rehearsal's until one was measured."""
     t_bcast: Mapped[float | None]
     train_seconds: Mapped[float] = mapped_column(default=0.0)
     idle_seconds: Mapped[float] = mapped_column(default=0.0)

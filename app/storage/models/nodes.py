@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Text
+from sqlalchemy import JSON, ForeignKey, Index, Text, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.storage.models.base import Base
@@ -26,8 +26,8 @@ class Node(Base):
     joined_at: Mapped[float]
     heartbeat_at: Mapped[float]
     policy_version: Mapped[int | None]
-    version_at: Mapped[float | None]
-    """When it was first heard of with that version."""
+    versions_at: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
+    """Its newest versions, ascending, each as [version, when it was first heard of with it]."""
     chain: Mapped[int | None]
     chain_position: Mapped[int | None]
     upstreams: Mapped[list[Any]] = mapped_column(default=list)
@@ -84,6 +84,14 @@ class SnapshotRow(Base):
     """A published version and its broadcast."""
 
     __tablename__ = "snapshots"
+    __table_args__ = (
+        Index(
+            "ix_snapshots_open",
+            "job_id",
+            sqlite_where=text("completed_at IS NULL"),
+            postgresql_where=text("completed_at IS NULL"),
+        ),
+    )
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     version: Mapped[int] = mapped_column(primary_key=True)
     bytes: Mapped[int]
@@ -104,4 +112,4 @@ class SnapshotRow(Base):
     """When every active node had it."""
     broadcast_s: Mapped[float | None]
     """Seconds from the publish until the last of those had it that were at work by then; None for v0, which waits for
-    the first machines, and where nobody was at work."""
+    the first machines, where nobody was at work, and of versions that were overtaken."""

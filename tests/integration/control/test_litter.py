@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-
-from sqlalchemy import select
+from pathlib import Path
 
 from app.fleet.litter import Litter
-from app.storage.models import Job
+from app.learner.checkpoints import MARKER
+from app.learner.keeper import Keeper
 from tests.integration.control.rig import Learner, Node_, World
 from tests.integration.control.test_exams import answer, exam
 from tests.integration.control.test_heldout_audits import started
@@ -35,6 +35,15 @@ async def sweep(control: World) -> set[str]:
     """What is there after a sweep, of all keys of files."""
     await control.svc.loop._collect_garbage()
     return {item.key for item in control.svc.core.objects.list("jobs/") if "/trajectories/" in item.key}
+
+
+def put_checkpoint(control: World, job_id: str, number: int, folder: Path) -> None:
+    """What a learner puts into the store, as it does."""
+    made = folder / str(number)
+    made.mkdir()
+    for name in ("state.json", "model.safetensors", MARKER):
+        (made / name).write_text("{}")
+    Keeper(control.svc.core.objects, f"jobs/{job_id}/checkpoints/", folder, every=1).put(number, made)
 
 
 async def pass_time(control: World, learner: Learner, node: Node_) -> None:
@@ -79,6 +88,40 @@ async def test_with_a_bound_files_go_once_no_learner_can_go_back_to_them(open_wo
         assert {ref.key for ref in await learner.poll()} == set().union(*files[8:]), (
             "all that it has to train on again is there"
         )
+
+
+async def test_what_a_learner_would_train_on_again_stays_while_uploads_fail_and_versions_come_faster(
+    open_world: OpenWorld, tmp_path: Path
+) -> None:
+    async with open_world(keep_trajectory_steps=0) as control:
+        job_id = await control.create(stop={"steps": 100}, learner={"checkpoint_upload_every": 2})
+        learner, (node,) = await control.running(job_id)
+        files = [await step(learner, node) for _ in range(8)]
+        # κ is 2, and every second checkpoint is uploaded.
+        for number in (4, 8):
+            put_checkpoint(control, job_id, number, tmp_path)
+        answer = await control.http.patch(f"/v1/jobs/{job_id}", json={"staleness_budget": 2})
+        assert answer.json()["publish_period"] == 1
+        files += [await step(learner, node) for _ in range(12)]
+        await pass_time(control, learner, node)
+        assert await sweep(control) == set().union(*files[4:]), "the newest checkpoint in the store may be damaged"
+        await learner.start()
+        await learner.ready(resume_step=4)
+        assert {ref.key for ref in await learner.poll()} == set().union(*files[4:])
+
+
+async def test_a_checkpoint_that_comes_into_the_store_lets_files_go(open_world: OpenWorld, tmp_path: Path) -> None:
+    async with open_world(keep_trajectory_steps=0) as control:
+        job_id = await control.create(stop={"steps": 100}, learner={"checkpoint_upload_every": 1})
+        learner, (node,) = await control.running(job_id)
+        files = [await step(learner, node) for _ in range(12)]
+        put_checkpoint(control, job_id, 2, tmp_path)
+        await pass_time(control, learner, node)
+        assert await sweep(control) == set().union(*files[2:])
+        for number in (10, 12):
+            put_checkpoint(control, job_id, number, tmp_path)
+        # Two checkpoints are four steps.
+        assert await sweep(control) == set().union(*files[8:])
 
 
 async def test_what_a_job_that_is_over_left_behind_goes_too(control: World) -> None:
@@ -147,10 +190,9 @@ async def test_a_file_whose_groups_were_all_accepted_from_elsewhere_goes_with_a_
 async def test_answers_to_held_out_prompts_that_wait_for_the_learner_stay(open_world: OpenWorld) -> None:
     """No training group names their file."""
     async with open_world(keep_trajectory_steps=1) as control:
-        job_id, learner, (node,) = await started(control)
+        _, learner, (node,) = await started(control)
         items, slot = await exam(node)
         await answer(node, items, slot, {0})
         (ref,) = [ref for ref in await learner.poll() if ref.heldout]
         async with control.svc.core.db.read() as session:
-            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
-            assert await Litter(control.svc.core)._judge(session, job, [ref.key]) == ([], [])
+            assert await Litter(control.svc.core)._judge(session, [ref.key], 0) == ([], [])

@@ -114,6 +114,20 @@ async def test_what_a_waiting_learner_can_not_use_makes_room_at_once(control: Wo
     assert f'echo2_dropped_rollouts_total{{job="{job_id}",reason="invalid"}} {float(3 * GROUP)}' in text
 
 
+async def test_what_was_told_while_waiting_is_in_the_record_of_the_step_and_once_in_the_totals(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner, (node,) = await control.running(job_id)
+    groups = await node.produce(2) + await node.produce(2)
+    told = [{"work_item": groups[2], "reason": "invalid"}]
+    await learner.tell("drops", {"step": 0, "dropped": told})
+    await learner.train(groups[:2], told=told, dropped=[{"work_item": groups[3], "reason": "stale", "lag": 4}])
+    (step,) = (await control.get(f"/v1/jobs/{job_id}/steps"))["items"]
+    assert step["dropped"] == 2 * GROUP
+    assert [d["groups"] for d in (await control.job(job_id))["learner"]["dropped"]] == [1, 1]
+    totals = (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]
+    assert totals["rollouts_dropped"] == 2 * GROUP
+
+
 async def test_an_empty_report_of_drops_is_refused(control: World) -> None:
     job_id = await control.create()
     learner = await control.ready_learner(job_id)

@@ -153,4 +153,6 @@ def test_a_refused_setting_names_itself(tmp_path: Path) -> None:
         MarketConfig(tmp_path, "")
     with pytest.raises(ValueError, match="port"):
         MarketConfig(tmp_path, "k", port=70_000)
+    with pytest.raises(ValueError, match="speed"):
+        MarketConfig(tmp_path, "k", speed=0.0)
     assert "k3y" not in repr(MarketConfig(tmp_path, "k3y"))

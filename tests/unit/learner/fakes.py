@@ -18,6 +18,8 @@ class FakeControl:
         self.log: list[object] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.dropped = threading.Event()
+        """Set once drops were told."""
         self.error: EchoError | None = None
         self.beats = 0
 
@@ -38,7 +40,9 @@ class FakeControl:
         return self._take(body)
 
     def drops(self, body: Drops) -> LearnerDirectives:
-        return self._take(body)
+        answer = self._take(body)
+        self.dropped.set()
+        return answer
 
     def heartbeat(self, body: object) -> LearnerDirectives:
         self.beats += 1

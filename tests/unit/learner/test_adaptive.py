@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.learner.adaptive import GROW_EVERY, WINDOW, Adaptive, Limits, Signs, State, easy, look, trouble
+from app.learner.adaptive import GROW_EVERY, WINDOW, Adaptive, Limits, Signs, State, again, easy, look, trouble
 from app.protocol.job import JobSpec
 from app.protocol.learner import LearnerDirectives
 from tests.unit.learner.samples import job
@@ -127,6 +127,23 @@ def test_the_controller_begins_with_the_s_that_holds_and_follows_the_owners_boun
     calm = {"ess": 1.0, "mismatch_kl": 0.0, "reward": 0.5}
     moves = [adaptive.after(calm, {1: 8}, directives(2, 3)) for _ in range(5 * GROW_EVERY)]
     assert [m.staleness_budget for m in moves if m] == [3]
+
+
+def test_a_bad_step_that_is_made_again_lowers_s_once():
+    spec = job(staleness={"max": 6, "adaptive": True})
+    bad = {"ess": 0.2, "mismatch_kl": 0.01, "reward": 0.5}
+    first = Adaptive(spec)
+    kept = first.state(directives(5, 6))
+    asked = first.after(bad, {2: 8, 4: 8}, directives(5, 6))
+    assert asked.staleness_budget == 3
+    # It dies; the control service has taken the move, and takes it back for the learner that goes on from before it.
+    assert again(spec, kept).staleness_budget == 5
+    assert Adaptive(spec, kept).after(bad, {2: 8, 4: 8}, directives(3, 6)) == asked
+
+
+def test_a_job_with_a_fixed_s_has_nothing_to_go_on_from():
+    assert Adaptive(job()).state(directives(3, None)) is None
+    assert again(job(), None) is None
 
 
 def test_limits_are_the_jobs():

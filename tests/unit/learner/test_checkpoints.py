@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from pathlib import Path
 
 import pytest
 import torch
 
+from app.learner.adaptive import State
 from app.learner.checkpoints import MARKER, Checkpoint, Progress, expected, latest, save, steps_on_disk, weights_of
 from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import LearnerError
@@ -178,6 +180,7 @@ def test_a_stored_checkpoint_of_format_1_still_loads():
     assert [r.trained for r in read.progress.steps] == [["a", "b"]]
     assert [(d.work_item, d.lag) for d in read.progress.steps[0].dropped] == [("c", None)]
     assert read.progress.best_step is None
+    assert (read.progress.undecided, read.progress.adaptive) == ((), None)
     with torch.random.fork_rng():
         torch.random.set_rng_state(read.rng)
 
@@ -192,3 +195,25 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path):
     assert torch.equal(weights_of(tmp_path, 10)["w"], torch.full((3,), 10.0))
     with pytest.raises(LearnerError, match="damaged"):
         weights_of(tmp_path, 2)
+
+
+def test_the_only_candidate_of_format_2_still_counts():
+    old = Progress.model_validate_json('{"format": 2, "job_id": "j", "step": 4, "candidate_step": 2}')
+    assert (old.undecided, old.adaptive) == ((2,), None)
+
+
+def test_the_state_of_adaptive_staleness_comes_back_whatever_rewards_it_saw(tmp_path: Path):
+    save(tmp_path, checkpoint(3, adaptive=State(4, 7, (0.5, math.nan, -math.inf))))
+    read = latest(tmp_path, job_id="j")
+    assert read is not None
+    assert read.progress.adaptive is not None
+    state = read.progress.adaptive
+    assert (state.staleness, state.calm, str(state.rewards)) == (4, 7, "(0.5, nan, -inf)")
+
+
+def test_candidates_stay_until_they_are_decided(tmp_path: Path):
+    for step, undecided in [(2, (2,)), (4, (2, 4)), (6, (2, 4)), (8, (2, 4, 8))]:
+        save(tmp_path, checkpoint(step, candidates=undecided), keep=1)
+    assert steps_on_disk(tmp_path) == [8, 4, 2]
+    save(tmp_path, checkpoint(10, candidates=(8,), best_step=2, best_reward=0.5), keep=1)
+    assert steps_on_disk(tmp_path) == [10, 8, 2]

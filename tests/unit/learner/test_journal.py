@@ -12,7 +12,7 @@ from app.learner.journal import Journal, open_board
 from app.learner.metrics import advantage_metrics, node_metrics
 from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import BadInput
-from app.protocol.learner import EvalReport, StepReport
+from app.protocol.learner import DroppedGroup, EvalReport, StepReport
 from tests.unit.learner.samples import batch, job, random_model
 
 
@@ -36,6 +36,12 @@ def test_a_line_has_everything_that_a_plot_needs(tmp_path: Path):
         "t_train": 2.0, "t_idle": 0.5, "loss": 0.5,
     }  # fmt: skip
     assert evaluation == {"kind": "evaluation", "step": 1, "reward": 0.75, "prompts": 9}
+
+
+def test_what_was_dropped_counts_whenever_it_was_told(tmp_path: Path):
+    gone = [DroppedGroup(work_item=name, reason="invalid") for name in "cde"]
+    Journal(tmp_path, resume_step=0).step(report(1).model_copy(update={"told": gone[:2], "dropped": gone[2:]}))
+    assert rows(tmp_path)[0]["dropped"] == 3
 
 
 def test_going_back_takes_out_what_came_after(tmp_path: Path):

@@ -200,4 +200,4 @@ def test_the_best_weights_are_what_the_job_ends_with(tmp_path: Path):
 def test_state_json_of_both_formats(tmp_path: Path):
     folder = save(tmp_path, checkpoint(7, best_step=3, best_reward=0.5))
     state = json.loads((folder / "state.json").read_text())
-    assert (state["format"], state["best_step"]) == (2, 3)
+    assert (state["format"], state["best_step"]) == (3, 3)

@@ -293,7 +293,21 @@ def test_what_can_not_be_trained_on_is_told_without_a_step(tmp_path: Path):
         thread.join(20)
         assert not thread.is_alive()
         rig.outbox.flush(20)
-    assert rig.control.steps[0].dropped == []
+    (step,) = rig.control.steps
+    assert step.dropped == [], "told before: the job's totals have them"
+    assert [d.work_item for d in step.told] == ["bad0", "bad1", "bad2"]
+    assert step.metrics["dropped_invalid"] == 3.0
+
+
+def test_what_was_told_is_in_the_record_of_one_step_only(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 2}) as rig:
+        rig.buffer.reject("told", "invalid")
+        feeder = threading.Thread(target=lambda: rig.control.dropped.wait(20) and rig.feed(4))
+        feeder.start()
+        rig.run()
+        feeder.join(20)
+    assert [[d.work_item for d in s.told] for s in rig.control.steps] == [["told"], []]
+    assert ["dropped_invalid" in s.metrics for s in rig.control.steps] == [True, False]
 
 
 def test_refused_groups_beside_good_ones_do_not_end_the_job(tmp_path: Path):
@@ -372,8 +386,8 @@ def test_the_learner_does_not_stop_for_an_evaluation_by_the_fleet(tmp_path: Path
         rig.run()
         rig.publisher.flush(20)
     assert rig.evaluations == [0], "v0 only"
-    assert rig.position.candidate == 6
-    assert (rig.saved[-1].progress.step, rig.saved[-1].progress.candidate_step) == (6, 6)
+    assert rig.position.candidates[-1] == 6
+    assert (rig.saved[-1].progress.step, rig.saved[-1].progress.candidates) == (6, rig.position.candidates)
 
 
 def test_a_version_that_another_replaces_is_not_waited_for(tmp_path: Path):
@@ -387,12 +401,12 @@ def test_a_version_that_another_replaces_is_not_waited_for(tmp_path: Path):
         rig.sink.gate.set()
         rig.publisher.flush(20)
     assert rig.sink.published == [0, 6]
-    assert rig.position.candidate == 6, "v4 is never published, so that nobody evaluates it"
+    assert rig.position.candidates == (6,), "v4 is never published, so that nobody evaluates it"
 
 
 def test_what_the_fleet_measured_ends_the_job_and_picks_the_best_checkpoint(tmp_path: Path):
     with Rig(tmp_path, stop={"steps": 100, "target_reward": 0.6}, learner={"eval_every": 2}) as rig:
-        rig.position.candidate = 2
+        rig.position.candidates = (2,)
         told(rig, 2, 0.5)
         rig.feed(2, version=3)
 
@@ -407,3 +421,44 @@ def test_what_the_fleet_measured_ends_the_job_and_picks_the_best_checkpoint(tmp_
     assert ending.kind == "succeeded"
     assert "0.700 reached 0.6" in ending.reason
     assert rig.position.best == (2, 0.5), "v4 was not this learner's candidate: there is no checkpoint of it"
+
+
+def test_an_exam_that_is_overtaken_can_still_be_the_best(tmp_path: Path):
+    position = Position(evaluated=2, published=2, last_publish=2, candidates=(2,))
+    with Rig(tmp_path, stop={"steps": 4}, learner={"eval_every": 2}, position=position) as rig:
+        rig.trainer.steps = 2
+        rig.feed(4, version=3)
+        rig.run()
+        assert rig.saved[-1].progress.candidates == (2, 4)
+        told(rig, 2, 0.5)
+        after = rig.loop.checkpoint().progress
+        assert (after.best_step, after.best_reward, after.candidates) == (2, 0.5, (4,))
+        told(rig, 4, 0.4)
+        after = rig.loop.checkpoint().progress
+    assert (after.best_step, after.candidates) == (2, ())
+
+
+def test_a_result_that_comes_in_the_step_of_the_next_exam_is_heard_before_that_is_saved(tmp_path: Path):
+    position = Position(evaluated=6, published=6, last_publish=6, candidates=(2, 4, 6))
+    with Rig(tmp_path, stop={"steps": 8}, learner={"eval_every": 2}, position=position) as rig:
+        rig.trainer.steps = 7
+        step = rig.trainer.step
+
+        def during(groups) -> StepMetrics:
+            told(rig, 2, 0.5)
+            return step(groups)
+
+        rig.trainer.step = during
+        rig.feed(2, version=7)
+        rig.run()
+    assert rig.saved[-1].progress.best_step == 2
+    assert rig.saved[-1].progress.candidates == (4, 6, 8)
+
+
+def test_only_the_newest_candidates_wait_for_a_result():
+    position = Position()
+    for step in (2, 4, 6, 8):
+        position.enter(step, replaced=None)
+    assert (position.evaluated, position.candidates) == (8, (4, 6, 8))
+    position.heard(6, 0.5)
+    assert (position.best, position.candidates) == ((6, 0.5), (8,))

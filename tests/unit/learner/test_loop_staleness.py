@@ -5,11 +5,17 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from app.learner.buffer import ReplayBuffer
+from app.learner.checkpoints import save
+from app.learner.outbox import Directives
 from app.learner.position import Position
-from app.learner.trainer import StepMetrics
+from app.learner.resume import resume
+from app.learner.trainer import StepMetrics, TrainerState
+from app.protocol.learner import LearnerDirectives, StalenessMove, StartAnswer
 from tests.unit.learner.samples import group
 from tests.unit.learner.test_loop import Rig
 
+CALM = {"ess": 1.0, "mismatch_kl": 0.0, "reward": 0.5}
 BAD = {"ess": 0.2, "mismatch_kl": 0.3, "reward": 0.5}
 
 
@@ -35,6 +41,93 @@ def test_a_bad_step_asks_for_a_lower_s_in_its_own_report(tmp_path: Path):
     assert (first.staleness.staleness_budget, first.staleness.publish_period) == (1, 1)
     assert "ESS 0.200 is below 0.5" in first.staleness.reason
     assert second.staleness is None
+
+
+def test_a_lower_s_holds_for_the_next_batch_whenever_it_is_answered(tmp_path: Path):
+    spec = {"staleness": {"max": 3, "adaptive": True}, "stop": {"steps": 2}}
+    with Rig(tmp_path, **spec) as rig:
+        answering(rig, BAD)
+        rig.control.gate.clear()
+        rig.feed(4, version=-2)
+        rig.feed(2, version=1)
+        rig.loop.run()
+        assert rig.control.steps == []
+        rig.control.gate.set()
+        rig.outbox.flush(20)
+    first, second = rig.control.steps
+    assert (first.trained, first.lags) == (["w0", "w1"], {2: 8})
+    assert [(d.work_item, d.reason, d.lag) for d in first.dropped] == [("w2", "stale", 3), ("w3", "stale", 3)]
+    assert (second.trained, second.lags) == (["w4", "w5"], {0: 8})
+
+
+def test_an_answer_from_before_a_move_does_not_bring_the_old_s_back():
+    old = LearnerDirectives(command="run", staleness_budget=3, publish_period=2)
+    directives = Directives(old)
+    directives.ask(StalenessMove(staleness_budget=1, publish_period=1, reason=""))
+    for answer in (old, old.model_copy(update={"staleness_budget": 1, "publish_period": 1}), old):
+        directives.update(answer)
+        told = directives.current()
+        assert (told.staleness_budget, told.publish_period) == (1, 1)
+
+
+def test_a_greater_s_counts_once_it_is_answered():
+    old = LearnerDirectives(command="run", staleness_budget=3, publish_period=2)
+    directives = Directives(old)
+    directives.ask(StalenessMove(staleness_budget=4, publish_period=3, reason=""))
+    assert directives.current() == old
+    new = old.model_copy(update={"staleness_budget": 4, "publish_period": 1})
+    directives.update(new)
+    assert directives.current() == new, "κ too is what the control service says"
+
+
+def test_what_was_under_way_when_a_step_lowered_s_is_no_fault(tmp_path: Path):
+    spec = {"staleness": {"max": 3, "adaptive": True}, "stop": {"steps": 2}}
+    with Rig(tmp_path, position=Position(evaluated=0, published=0), **spec) as rig:
+        answering(rig, BAD)
+        rig.feed(2, version=-2)
+        thread = threading.Thread(target=rig.loop.run)
+        thread.start()
+        while rig.trainer.steps < 1:
+            thread.join(0.01)
+        rig.feed(7, version=-1)
+        while not rig.control.dropped.wait(0.01):
+            assert thread.is_alive()
+        rig.publisher.flush(20)
+        thread.join(1.2)
+        assert thread.is_alive()
+        rig.feed(2, version=1)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_adaptive_staleness_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path):
+    """Nine calm steps: the tenth asks for a greater S, also if another process goes on after the fifth."""
+
+    def course(name: str, first: int, last: int, position: Position | None = None) -> Rig:
+        spec = {"staleness": {"max": 6, "adaptive": True}, "stop": {"steps": last}}
+        with Rig(tmp_path / name, position=position, **spec) as rig:
+            rig.trainer.steps = first
+            answering(rig, CALM)
+            rig.feed(2 * (last - first), version=11)
+            rig.run()
+        return rig
+
+    whole, died = course("whole", 0, 12), course("died", 0, 5)
+    answer = StartAnswer(job_id="j", epoch=2, spec=died.spec, relay_token="t", last_step=5, published_version=4)
+    save(tmp_path / "disk", died.loop.checkpoint())
+    position = resume(answer, tmp_path / "disk", Restored(), ReplayBuffer(), died.outbox)
+    heir = course("heir", 5, 12, position)
+    assert [s.step for s in whole.control.steps if s.staleness] == [10]
+    assert [s.staleness for s in heir.control.steps] == [s.staleness for s in whole.control.steps[5:]]
+
+
+class Restored:
+    """A trainer that only takes up a state."""
+
+    steps = 0
+
+    def restore(self, state: TrainerState) -> None:
+        self.steps = state.steps
 
 
 def test_without_adaptive_staleness_nothing_is_asked_for(tmp_path: Path):

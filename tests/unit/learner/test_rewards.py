@@ -73,6 +73,7 @@ class Auditor:
         self.buffer = ReplayBuffer()
         self.came: list[str] = []
         self.doubted: list[str] = []
+        self.gone: set[str] = set()
 
     def receive(self, given: Group, ref: TrajectoryRef) -> None:
         self.came.append(given.work_item)
@@ -81,10 +82,22 @@ class Auditor:
     def doubt(self, given: Group, ref: TrajectoryRef) -> None:
         self.doubted.append(given.work_item)
 
+    def banished(self, node: str) -> bool:
+        return node in self.gone
+
 
 class Rig:
-    def __init__(self, tmp_path: Path, task: Sums, rewards: str = "learner", auditor: Auditor | None = None, **given):
-        self.store, self.buffer = FolderStore(tmp_path), ReplayBuffer()
+    def __init__(
+        self,
+        tmp_path: Path,
+        task: Sums,
+        rewards: str = "learner",
+        auditor: Auditor | None = None,
+        *,
+        buffer: ReplayBuffer | None = None,
+        **given,
+    ):
+        self.store, self.buffer = FolderStore(tmp_path), ReplayBuffer() if buffer is None else buffer
         self.gone: list[tuple[str, str]] = []
         self.spec = job(rewards=rewards, learner={"eval_by": "learner"})
         reader = GroupReader(self.store, prompt_ids, group_size=4, max_tokens=8, vocabulary=VOCABULARY)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.fleet.jobs import BUILT_IN
 from app.learner.evaluate import Evaluator
 from app.learner.model import LoadedModel, assets, check_lengths, load, resolve, unique_weights
 from app.learner.sampling import eos_ids, sample
-from app.learner.tiny import Recipe, build_tokenizer, tiny_model
+from app.learner.tiny import RECIPES, Recipe, build_tokenizer, tiny_model
 from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import BadInput, LearnerError
 from app.tasks.prompts import decode, encode_prompt
@@ -55,6 +56,14 @@ def test_the_second_call_finds_it(tiny: LoadedModel):
 
 def test_other_recipes_are_other_folders():
     assert Recipe().digest != dataclasses.replace(Recipe(), seed=2).digest
+
+
+def test_each_name_is_a_recipe_of_its_own(tmp_path: Path):
+    for name, recipe in RECIPES.items():
+        (tmp_path / f"tiny-{recipe.digest}").mkdir()
+        assert resolve(name, tmp_path) == tmp_path / f"tiny-{recipe.digest}"
+    assert len(list(tmp_path.iterdir())) == len(RECIPES)
+    assert set(RECIPES) == set(BUILT_IN), "what a job may name"
 
 
 def test_a_recipe_that_does_not_learn_says_so_and_leaves_nothing(tmp_path: Path):

@@ -94,7 +94,9 @@ def test_gradient_cosine_is_with_the_step_before():
     found = [trainer.step(b).values.get("grad_cosine") for b in (groups, groups, turned)]
     assert found[0] is None
     assert found[1:] == pytest.approx([1.0, -1.0], abs=1e-4)
-    assert "grad_cosine" not in GRPOTrainer(random_model(), job()).step(groups).values
+    for asked, told in (({}, False), ({"staleness": {"max": 3, "adaptive": True}}, True)):
+        plain = GRPOTrainer(random_model(), job(**asked))
+        assert [("grad_cosine" in plain.step(groups).values) for _ in range(2)] == [False, told]
 
 
 def pushed(loss: str, logprob, behaviour: float, advantage: float):

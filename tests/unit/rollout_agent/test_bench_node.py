@@ -11,17 +11,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from app.cli import app
 from app.fleet.priors import corrections, parse
 from app.protocol.errors import BadInput
-from app.protocol.startup import MachineFacts
+from app.protocol.startup import GpuFacts, MachineFacts
 from app.rollout_agent.bench_model import prepare
 from app.rollout_agent.bench_node import Measured, down_mbps, measure, short_name, with_links
+from app.rollout_agent.config import AgentSettings
 from app.rollout_agent.engines.base import Completion, GenRequest
 from app.rollout_agent.engines.transformers import TransformersEngine
 from app.rollout_agent.room import Unfit
+from tests.unit.rollout_agent.fake_stream import FakeStream
 from tests.unit.rollout_agent.tiny import make_model, write_model_files
 
 
@@ -71,6 +74,33 @@ async def test_a_model_folder_is_measured_as_it_is(tmp_path: Path) -> None:
     await asyncio.to_thread(make_model(folder, 1).save_pretrained, folder)
     found = await bench(TransformersEngine(threads=1), str(folder), tmp_path)
     assert found.parameters == sum(p.numel() for p in make_model(folder, 1).parameters())
+
+
+class Streaming(FakeStream):
+    """Ends every text with the model's own token."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(odds=10**6)
+        self.folder = folder
+
+    async def load(self, model_dir: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+
+    async def sample(self, prompt_ids: Sequence[int], *, seed: int, max_tokens: int, temperature: float) -> Completion:
+        return Completion([5] * max_tokens, [-0.5] * max_tokens, "length")
+
+
+@pytest.mark.parametrize(("asked", "gpus"), [(None, 2), (1, 1)])
+async def test_only_the_gpus_that_share_the_model_are_told(tmp_path: Path, asked: int | None, gpus: int) -> None:
+    """`tiny` has four heads, and the machine three GPUs."""
+    prepared = await asyncio.to_thread(prepare, "tiny", tmp_path)
+    facts = MachineFacts(gpus=[GpuFacts(name="RTX 4090", memory_bytes=24 * 10**9)] * 3)
+    given = {"control_url": "http://control", "join_token": "t", "engine": "vllm", "vllm_tensor_parallel": asked}
+    found = await measure(
+        Streaming(prepared.folder), prepared, concurrencies=[1], max_tokens=4, name="vllm", title="tiny",
+        gpu_name="RTX 4090", facts=facts, settings=AgentSettings.model_validate(given),
+    )  # fmt: skip
+    assert found.num_gpus == gpus
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:

@@ -90,13 +90,16 @@ class Script:
         return self.pieces.pop(0)
 
 
+POOL = ThreadPoolExecutor(1, "environment")
+
+
 def answer_of(task: Any, max_tokens: int = 100) -> Any:
     return lambda episode: answered(task, Letters(), PROMPT, episode, max_tokens)
 
 
 async def test_an_episode_is_one_completion_with_marks():
     script = Script(said("ab", 3), said("c", 4), said("d", 4))
-    episode = await play(script, answer_of(Count(3)), [ord("q")], 100)
+    episode = await play(script, answer_of(Count(3)), POOL, [ord("q")], 100)
     assert Letters().decode(episode.token_ids) == "ab<1ab>c<2c>d"
     assert episode.finish_reason == "stop"
     assert "".join("x" if mark else "." for mark in episode.generated or ()) == "xxx.....xx....xx"
@@ -105,9 +108,20 @@ async def test_an_episode_is_one_completion_with_marks():
     assert script.asked == [("q", 0, 100), ("qab\0<1ab>", 8, 92), ("qab\0<1ab>c\0<2c>", 14, 86)]
 
 
+async def test_the_environment_is_asked_in_threads_of_its_own():
+    threads: list[str] = []
+
+    def answer(episode: Completion) -> Completion:
+        threads.append(threading.current_thread().name)
+        return episode
+
+    await play(Script(said("ab")), answer, POOL, [1], 100)
+    assert [name.partition("_")[0] for name in threads] == ["environment"]
+
+
 async def test_a_task_with_one_turn_comes_through_as_it_is():
     one = said("ab")
-    assert await play(Script(one), answer_of(Single()), [1], 100) == one
+    assert await play(Script(one), answer_of(Single()), POOL, [1], 100) == one
     assert one.generated is None
 
 
@@ -115,32 +129,32 @@ async def test_a_task_with_one_turn_comes_through_as_it_is():
 async def test_a_reply_that_leaves_no_room_ends_the_episode(room: int, ends: str):
     """ab, its end and <1ab> are 8 tokens: one more has to fit."""
     script = Script(said("ab"), said("", reason="stop"))
-    episode = await play(script, answer_of(Count(2), room), [1], room)
+    episode = await play(script, answer_of(Count(2), room), POOL, [1], room)
     assert episode.finish_reason == ends
     assert len(episode.token_ids) == (9 if ends == "stop" else 3)
     assert len(script.asked) == (2 if ends == "stop" else 1)
 
 
 async def test_a_policy_that_does_not_end_its_turn_ends_the_episode():
-    episode = await play(Script(said("ab", reason="length")), answer_of(Count(2)), [1], 2)
+    episode = await play(Script(said("ab", reason="length")), answer_of(Count(2)), POOL, [1], 2)
     assert (episode.finish_reason, episode.token_ids) == ("length", [97, 98])
 
 
 async def test_a_cut_episode_goes_on_elsewhere_as_if_it_had_not_been_cut():
-    whole = await play(Script(said("ab"), said("cde"), said("f")), answer_of(Count(3)), [1], 100)
-    cut = await play(Script(said("ab"), said("c", reason="abort")), answer_of(Count(3)), [1], 100)
+    whole = await play(Script(said("ab"), said("cde"), said("f")), answer_of(Count(3)), POOL, [1], 100)
+    cut = await play(Script(said("ab"), said("c", reason="abort")), answer_of(Count(3)), POOL, [1], 100)
     assert cut.finish_reason == "abort"
     rest = Script(said("de"), said("f"))
-    assert await play(rest, answer_of(Count(3)), [1], 100, cut) == whole
+    assert await play(rest, answer_of(Count(3)), POOL, [1], 100, cut) == whole
     assert rest.asked[0][1] == len(cut.token_ids)
 
 
 async def test_one_that_was_cut_before_the_first_token_of_a_turn_goes_on_too():
-    cut = await play(Script(said("ab"), said("", reason="abort")), answer_of(Count(2)), [1], 100)
+    cut = await play(Script(said("ab"), said("", reason="abort")), answer_of(Count(2)), POOL, [1], 100)
     assert cut.generated is not None
     assert not cut.generated[-1]
-    whole = await play(Script(said("c")), answer_of(Count(2)), [1], 100, cut)
-    assert whole == await play(Script(said("ab"), said("c")), answer_of(Count(2)), [1], 100)
+    whole = await play(Script(said("c")), answer_of(Count(2)), POOL, [1], 100, cut)
+    assert whole == await play(Script(said("ab"), said("c")), answer_of(Count(2)), POOL, [1], 100)
 
 
 def seat(task: Any, episode: Completion, index: int = 0, max_tokens: int = 40) -> Seat:

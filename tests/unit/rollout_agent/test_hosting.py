@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,8 @@ import pytest
 from app.protocol.errors import IntegrityError, Unavailable
 from app.rollout_agent.engines.base import EngineDied, Tainted
 from app.rollout_agent.engines.registry import is_stream
-from app.rollout_agent.hosting import StreamHost
+from app.rollout_agent.hosting import BatchHost, StreamHost
+from app.rollout_agent.installing import NotTaken
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
 from app.rollout_agent.working import revived
 from app.snapshots.store import Snapshot
@@ -65,29 +67,98 @@ async def test_the_version_in_force_stays_on_the_disk() -> None:
     assert pins.kept == []
 
 
-@pytest.mark.parametrize("taints", [1, 2])
-async def test_a_tainted_engine_is_loaded_again_once_and_samples_nothing_meanwhile(taints: int) -> None:
+@pytest.mark.parametrize(("taints", "left"), [(1, 4), (2, 3), (3, None)])
+async def test_a_tainted_engine_is_loaded_again_and_a_version_that_fails_twice_gives_way_to_the_last(
+    taints: int, left: int | None
+) -> None:
     engine = FakeStream()
     host, pins = hosted(engine)
     await host.install(snapshot(3))
     running = asyncio.create_task(engine.sample([1], seed=0, max_tokens=4, temperature=1.0))
     await asyncio.sleep(0)
     engine.taints = taints
-    if taints == 2:
-        with pytest.raises(Tainted):
+    if left == 4:
+        assert isinstance(await host.install(snapshot(4)), Tainted)
+    elif left == 3:
+        with pytest.raises(NotTaken, match="half of it is there; version 3 is in force again"):
             await host.install(snapshot(4))
-        assert engine.version is None
+    else:
+        with pytest.raises(Tainted, match="half of it is there; nor could version 3 be put in force again: half"):
+            await host.install(snapshot(4))
         with pytest.raises(Unavailable):
             await engine.sample([1], seed=0, max_tokens=4, temperature=1.0)
-        assert pins.kept == [3]
-    else:
-        mended = await host.install(snapshot(4))
-        assert isinstance(mended, Tainted)
-        assert engine.version == 4
-        assert pins.kept == [4]
-    assert engine.loads == 1
+    assert engine.version == left
+    assert pins.kept == [left or 3]
+    assert engine.loads == min(taints, 2)
     with pytest.raises(EngineDied):
         await running
+
+
+async def test_the_first_version_has_none_to_go_back_to() -> None:
+    engine = FakeStream()
+    host, pins = hosted(engine)
+    engine.taints = 2
+    with pytest.raises(Tainted, match="half of it is there"):
+        await host.install(snapshot(3))
+    assert (engine.version, engine.loads, pins.kept) == (None, 1, [])
+
+
+async def test_a_refused_version_is_not_tried_again_and_a_newer_one_is() -> None:
+    engine = FakeStream()
+    host, pins = hosted(engine)
+    await host.install(snapshot(3))
+    engine.taints = 2
+    with pytest.raises(NotTaken):
+        await host.install(snapshot(4))
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match="version 4 was refused before"):
+            await host.install(snapshot(4))
+    assert (engine.version, engine.loads) == (3, 2)
+    assert await host.install(snapshot(5)) is None
+    assert (engine.version, engine.loads, pins.kept) == (5, 2, [5])
+
+
+async def test_an_engine_that_does_not_come_up_for_the_second_try_gets_the_last_version() -> None:
+    class Sluggish(FakeStream):
+        async def load(self, model_dir: Path) -> None:
+            await super().load(model_dir)
+            if self.loads == 1:
+                raise Unavailable("the engine did not come up in 900 s")
+
+    engine = Sluggish()
+    host, _ = hosted(engine)
+    await host.install(snapshot(3))
+    engine.taints = 1
+    with pytest.raises(NotTaken, match="did not come up in 900 s; version 3"):
+        await host.install(snapshot(4))
+    assert (engine.version, engine.loads) == (3, 2)
+
+
+async def test_an_engine_in_a_thread_goes_back_to_the_last_version_too() -> None:
+    class Picky(ScriptedEngine):
+        loads = 0
+
+        def load(self, model_dir: Path) -> None:
+            self.loads += 1
+
+        def install(self, payload: Path, manifest: Any, version: int) -> None:
+            self.version = None
+            if version == 4:
+                raise Tainted("half of it is there")
+            self.version = version
+
+    engine, pins = Picky(), Pins()
+    with ThreadPoolExecutor(1) as pool:
+        host = BatchHost(engine, Path("model"), pool)
+        host.pin = pins
+        await host.install(snapshot(3))
+        with pytest.raises(NotTaken, match="version 3 is in force again"):
+            await host.install(snapshot(4))
+        with pytest.raises(IntegrityError, match="refused before"):
+            await host.install(snapshot(4))
+        assert (engine.version, engine.loads, pins.kept) == (3, 2, [3])
+        await host.close()
+    assert pins.kept == []
 
 
 async def test_what_does_not_fit_leaves_the_old_version_in_force() -> None:
@@ -133,6 +204,43 @@ async def test_a_revival_waits_for_a_running_installation() -> None:
     await installing
     assert not await reviving
     assert (engine.version, engine.loads) == (6, 0)
+
+
+class Held(FakeStream):
+    """Installs when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = asyncio.Event()
+        self.may.set()
+        self.misfit: int | None = None
+
+    async def install(self, payload: Path, manifest: Any, version: int) -> None:
+        await self.may.wait()
+        if version == self.misfit:
+            raise IntegrityError("it is of another model")
+        await super().install(payload, manifest, version)
+
+
+@pytest.mark.parametrize("how", ["swapped", "went back", "unchanged"])
+async def test_an_engine_that_was_renewed_while_its_restart_waited_is_left_alone(how: str) -> None:
+    engine = Held()
+    host, _ = hosted(engine)
+    await host.install(snapshot(5))
+    engine.may.clear()
+    engine.taints = 2 if how == "went back" else 0
+    engine.misfit = 6 if how == "unchanged" else None
+    installing = asyncio.create_task(host.install(snapshot(6)))
+    await asyncio.sleep(0)
+    restarting = asyncio.create_task(host.restart())
+    await asyncio.sleep(0)
+    engine.may.set()
+    await asyncio.gather(installing, return_exceptions=True)
+    await restarting
+    expected = {"swapped": (6, 0), "went back": (5, 2), "unchanged": (5, 1)}
+    assert (engine.version, engine.loads) == expected[how]
+    await host.restart()
+    assert engine.loads == expected[how][1] + 1, "one that hangs later is"
 
 
 async def test_an_engine_that_hangs_is_loaded_again_whatever_it_says() -> None:

@@ -1,21 +1,26 @@
 """What is in force in an engine is what the learner signed, bit for bit, or nothing is."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from app.protocol.errors import Unavailable
 from app.protocol.job import SamplingSpec
+from app.rollout_agent.agent import Agent
+from app.rollout_agent.config import AgentSettings, RelayAddress
 from app.rollout_agent.engines.base import GenRequest, Tainted
 from app.rollout_agent.engines.check import check_loaded
 from app.rollout_agent.engines.transformers import TransformersEngine
-from app.rollout_agent.installing import put_in_force
+from app.rollout_agent.installing import NotTaken, put_in_force
 from app.snapshots import Snapshot
 from app.snapshots.codec import decode
-from app.snapshots.manifest import new_key
+from app.snapshots.manifest import Manifest, new_key
+from tests.integration.rollout_agent.fake_control import JOIN_TOKEN, eventually, running
 from tests.unit.rollout_agent.tiny import make_model, new_store, publish, write_model_files
 
 torch.set_num_threads(1)
@@ -99,3 +104,68 @@ def test_an_engine_that_holds_something_else_is_loaded_again_once(times: int, fo
         assert (mended is not None) == (times == 1)
         assert engine.version == 3
     assert engine.loads == 1 + min(times, 1)
+
+
+def test_a_version_that_fails_twice_gives_way_to_the_one_before(
+    folder: Path, key: Ed25519PrivateKey, tmp_path: Path
+) -> None:
+    store = new_store(tmp_path, key)
+    before, snapshot = (publish(store, key, make_model(folder, seed=v).state_dict(), v) for v in (3, 4))
+    engine = Forgetful(2)
+    engine.load(folder)
+    with pytest.raises(NotTaken, match="version 3 is in force again"):
+        put_in_force(engine, folder, snapshot, before)
+    assert (engine.version, engine.loads) == (3, 3)
+    check_loaded(before.payload_path, before.manifest, engine._weights)
+    assert engine.generate([GenRequest([5], 1, 0, SamplingSpec(max_tokens=2))])
+
+
+def test_when_the_version_before_fails_as_well_nothing_is_in_force(
+    folder: Path, key: Ed25519PrivateKey, tmp_path: Path
+) -> None:
+    store = new_store(tmp_path, key)
+    before, snapshot = (publish(store, key, make_model(folder, seed=v).state_dict(), v) for v in (3, 4))
+    engine = Forgetful(3)
+    engine.load(folder)
+    with pytest.raises(Tainted, match=r"v4.*nor could version 3 be put in force again.*v3"):
+        put_in_force(engine, folder, snapshot, before)
+    assert (engine.version, engine.loads) == (None, 3)
+
+
+class Unlucky(TransformersEngine):
+    """Can't take version 1."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.tries = 0
+
+    def install(self, payload: Path, manifest: Manifest, version: int) -> None:
+        if version == 1:
+            self.tries += 1
+            self._version = None
+            raise Tainted("v1 did not go into the engine")
+        super().install(payload, manifest, version)
+
+
+async def test_a_node_works_on_under_the_last_good_version_until_a_newer_one_comes(tmp_path: Path) -> None:
+    engine = Unlucky()
+    async with running(tmp_path) as (control, _), httpx.AsyncClient() as http:
+        given = {"control_url": control.base_url, "join_token": JOIN_TOKEN, "agent_dir": tmp_path / "node"}
+        settings = AgentSettings.model_validate({**given, "device": "cpu"})
+        agent = Agent(settings, engine, http, relay=RelayAddress("127.0.0.1", 1, None))
+        life = asyncio.create_task(agent.run())
+        await eventually(lambda: len(control.committed) > 0, "it works")
+        await control.publish(1)
+        await eventually(lambda: len(control.faults) > 0, "it is reported")
+        before = len(control.committed)
+        await eventually(lambda: len(control.committed) > before + 4 or life.done(), "it works on")
+        assert not life.done()
+        assert set(control.committed.values()) == {0}
+        await control.publish(2)
+        await eventually(lambda: 2 in control.committed.values(), "the next version is installed")
+        agent.stop()
+        assert (await asyncio.wait_for(life, 20)).code == 0
+    (report,) = control.faults
+    assert (report.kind, report.subject, report.version) == ("engine_error", "install", 1)
+    assert report.detail == "v1 did not go into the engine; version 0 is in force again"
+    assert engine.tries == 2

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.protocol.node import AssetRef
+from app.protocol.job import SamplingSpec
+from app.protocol.node import AssetRef, Directives, JoinAnswer
 from app.protocol.startup import GpuFacts, MachineFacts
-from app.rollout_agent.room import Model, Unfit, check, disk_needed, disk_short, folder_bytes, memory_short
+from app.protocol.task_spec import TaskSpec
+from app.rollout_agent.agent import Agent
+from app.rollout_agent.client import NodeClient
+from app.rollout_agent.config import AgentSettings, RelayAddress
+from app.rollout_agent.engines.vllm_command import Split
+from app.rollout_agent.room import (
+    Model,
+    Unfit,
+    check,
+    check_job,
+    disk_needed,
+    disk_short,
+    fetched_split,
+    folder_bytes,
+    gpus_used,
+    memory_short,
+    split_in,
+)
+from tests.unit.rollout_agent.fake_stream import FakeStream
 
 GB = 10**9
 HERE = Path("/workspace")
@@ -82,3 +106,143 @@ def test_the_check_counts_what_lies_in_the_folder(tmp_path: Path) -> None:
 def test_more_disk_is_never_worse(free: int, more: int) -> None:
     if disk_short(model(), free, 0, HERE) == "":
         assert disk_short(model(), free + more, 0, HERE) == ""
+
+
+SEVEN_B = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584, "intermediate_size": 18944}
+CONFIG = json.dumps(SEVEN_B).encode()
+
+
+def settings(folder: Path = HERE, **more: object) -> AgentSettings:
+    given = {"control_url": "http://control", "join_token": "t", "agent_dir": folder, "engine": "vllm", **more}
+    return AgentSettings.model_validate(given)
+
+
+def joined(assets: list[AssetRef], parameters: int) -> JoinAnswer:
+    return JoinAnswer.model_construct(assets=assets, parameters=parameters, snapshot_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "split", "more", "used"),
+    [
+        (3, Split(32), {}, 2),
+        (3, Split(32), {"vllm_tensor_parallel": 1}, 1),
+        (2, Split(), {"vllm_tensor_parallel": 4}, 2),
+        (3, Split(32), {"vllm_args": "--pipeline-parallel-size 3"}, 3),
+        (3, Split(32), {"vllm_args": "-tp=3"}, 3),
+        (3, Split(32), {"vllm_args": "--seed 3"}, 2),
+        (3, Split(), {}, 3),
+        (0, Split(32), {}, 0),
+    ],
+)
+def test_the_gpus_that_count_are_those_that_vllm_uses(
+    gpus: int, split: Split, more: dict[str, object], used: int
+) -> None:
+    assert gpus_used(gpus, split, settings(**more)) == used
+
+
+def test_a_config_tells_what_gpus_share_if_it_can_be_read(tmp_path: Path) -> None:
+    assert split_in(tmp_path) == Split()
+    for text, split in (
+        (json.dumps(SEVEN_B), Split(28, 4, (3584, 18944))),
+        (json.dumps({"text_config": {"num_attention_heads": 8}}), Split(8)),
+        ("no json", Split()),
+        ("[1]", Split()),
+        ('{"text_config": 3}', Split()),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        assert split_in(tmp_path) == split, text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engine", "on_gpu", "asked", "fits"),
+    [
+        ((24, 24, 24), "vllm", True, None, False),
+        ((24, 24, 24, 24), "vllm", True, None, True),
+        ((24, 24, 24), "vllm", True, 3, True),
+        ((80,), "transformers", True, None, True),
+        ((24, 24, 24), "vllm", False, None, True),
+    ],
+)
+def test_a_job_fits_the_gpus_that_will_be_used(
+    gpus: tuple[float, ...], engine: str, on_gpu: bool, asked: int | None, fits: bool, tmp_path: Path
+) -> None:
+    """28 billion parameters over 32 heads: three GPUs would hold them, two don't."""
+    given = settings(tmp_path, engine=engine, vllm_tensor_parallel=asked)
+    facts = machine(*gpus, memory_gb=200)
+
+    def attempt() -> None:
+        check_job(joined([], 28 * GB), given, facts, on_gpu=on_gpu, split=lambda: Split(32))
+
+    if fits:
+        attempt()
+    else:
+        with pytest.raises(Unfit, match=r"needs 56\.0 GB on GPUs, 2 × RTX 4090 can take 41\.8 GB"):
+            attempt()
+
+
+def test_what_can_t_fit_anyway_is_refused_before_the_config_is_asked_for(tmp_path: Path) -> None:
+    def asked() -> Split:
+        raise AssertionError
+
+    with pytest.raises(Unfit, match="3 × RTX 4090"):
+        check_job(joined([], 99 * GB), settings(tmp_path), machine(24, 24, 24), on_gpu=True, split=asked)
+    check_job(joined([], GB), settings(tmp_path), machine(24), on_gpu=True, split=asked)
+
+
+def asset(data: bytes = CONFIG, path: str = "config.json") -> AssetRef:
+    return AssetRef(path=path, size=len(data), blake3=blake3(data).hexdigest(), url=f"http://store/{path}")
+
+
+def store(data: bytes, asked: list[str]) -> Callable[[httpx.Request], httpx.Response]:
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, content=data)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("data", "split"), [(CONFIG, Split(28, 4, (3584, 18944))), (b"x" * len(CONFIG), Split()), (b"", Split())]
+)
+async def test_the_config_comes_ahead_of_all_other_files_or_is_not_known(
+    data: bytes, split: Split, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    async with httpx.AsyncClient(transport=httpx.MockTransport(store(data, asked))) as http:
+        client, loop = NodeClient("http://control", http), asyncio.get_running_loop()
+        assets = [asset(b"as large as it likes", "model.safetensors"), asset()]
+        assert await asyncio.to_thread(fetched_split, client, assets, tmp_path, loop) == split
+        assert await asyncio.to_thread(fetched_split, client, assets[:1], tmp_path / "none", loop) == Split()
+    assert set(asked) == {"/config.json"}
+
+
+def join_answer() -> JoinAnswer:
+    """28 billion parameters that come with weights: a job with an adapter."""
+    return JoinAnswer(
+        node_id="n1", node_token="t", job_id="j", task=TaskSpec(name="none"), sampling=SamplingSpec(max_tokens=4),
+        group_size=2, seed=0, assets=[asset(b"as large as it likes", "model.safetensors"), asset()],
+        manifest_public_key="00", relay_token="t", uplink_bytes_per_s=None, max_upload_bytes=10**6,
+        parameters=28 * GB, snapshot_bytes=1,
+        directives=Directives(upstreams=[], target_version=0, lease_expires_in_s=600, heartbeat_interval_s=60),
+    )  # fmt: skip
+
+
+async def test_an_agent_with_gpus_that_would_idle_leaves_before_it_fetches_weights(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/config.json":
+            return store(CONFIG, asked)(request)
+        told = request.url.path.rsplit("/", 1)[-1]
+        asked.append(told)
+        return httpx.Response(200, text=join_answer().model_dump_json()) if told == "join" else httpx.Response(204)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        agent = Agent(
+            settings(tmp_path), FakeStream(), http, relay=RelayAddress("127.0.0.1", 1, None),
+            facts=machine(24, 24, 24), on_gpu=True,
+        )  # fmt: skip
+        ending = await asyncio.wait_for(agent.run(), 20)
+    assert ending.unfit
+    assert "2 × RTX 4090 can take" in ending.reason
+    assert "/model.safetensors" not in asked

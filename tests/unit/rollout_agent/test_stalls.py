@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from app.rollout_agent.stalls import Hung, StallWatch, hangs, judge
+from app.rollout_agent.faults import Faults
+from app.rollout_agent.hosting import StreamHost
+from app.rollout_agent.measure import Rates
+from app.rollout_agent.stalls import LOOK_S, Hung, StallWatch, hangs, judge, silent
+from app.rollout_agent.watching import watch_of
+from tests.unit.rollout_agent.fake_stream import GROUP, Desk, FakeStream, Shift
 
 
 @pytest.mark.parametrize(
@@ -13,6 +24,14 @@ from app.rollout_agent.stalls import Hung, StallWatch, hangs, judge
 )
 def test_the_bound_follows_what_is_usual(stalled: float, usual: float | None, hung: bool) -> None:
     assert hangs(stalled, usual) is hung
+
+
+@pytest.mark.parametrize(
+    ("quiet", "between", "asked"),
+    [(600, None, False), (30, 0.1, False), (31, 0.1, True), (31, 2.0, False), (40, 2.0, False), (41, 2.0, True)],
+)
+def test_an_engine_is_asked_early_by_what_was_measured(quiet: float, between: float | None, asked: bool) -> None:
+    assert silent(quiet, between) is asked
 
 
 def test_what_to_do() -> None:
@@ -80,3 +99,98 @@ async def test_an_engine_that_answers_is_left_alone() -> None:
     machine.now = 400.0
     await machine.watch.look()
     assert (machine.restarts, machine.reports) == (0, [])
+
+
+class Probed(FakeStream):
+    """Counts how often it was asked for a token; answers if it is `alive`."""
+
+    def __init__(self) -> None:
+        super().__init__(odds=1000)
+        self.alive = False
+        self.probes = 0
+
+    async def healthy(self, timeout_s: float) -> bool:
+        self.probes += 1
+        return self.alive
+
+    async def load(self, model_dir: Path) -> None:
+        await super().load(model_dir)
+        self.die()
+
+
+class Watched:
+    """A continuous worker that has a group in flight and has finished one sample in every second, and its watch."""
+
+    def __init__(self, shift: Shift, engine: Probed, folder: Path) -> None:
+        self.shift, self.engine = shift, engine
+        self.host = StreamHost(engine, folder)
+        self.watch = watch_of(
+            shift.worker, self.host, engine, Faults(shift.desk.wire.client(shift.clock), shift.ledger),
+            probe=lambda: Rates(1.0, 2000.0), max_tokens=8192, clock=shift.clock,
+        )  # fmt: skip
+
+    async def quiet(self, seconds: float) -> None:
+        """Time in which nothing comes out of the engine, and the watch looks."""
+        until = self.shift.clock.now + seconds
+        while self.shift.clock.now < until:
+            self.shift.clock.now += LOOK_S
+            await self.watch.look()
+
+    @property
+    def hung(self) -> list[dict[str, Any]]:
+        """Reports of a stall."""
+        return [r for r in self.shift.desk.wire.of("reports") if r["subject"] == "hung"]
+
+
+@asynccontextmanager
+async def watched(folder: Path, *, finished: int) -> AsyncIterator[Watched]:
+    """`finished`: samples of the first group that came to their end, one a second."""
+    engine = Probed()
+    async with Shift(engine, Desk(left=2)) as shift:
+        await shift.until(lambda: len(engine.running) == 2 * GROUP, "all is being sampled", steps=False)
+        for n in range(finished):
+            shift.clock.now += 1.0
+            engine.step()
+            engine._end(engine.running[0], "length")
+            left = 2 * GROUP - n - 1
+            await shift.until(lambda left=left: len(engine.running) == left, "it came", steps=False)  # type: ignore[misc]
+        case = Watched(shift, engine, folder)
+        snapshot: Any = SimpleNamespace(payload_path=None, manifest=None, version=0)
+        await case.host.install(snapshot)
+        yield case
+
+
+async def test_a_streaming_engine_that_stands_still_is_soon_asked_and_restarted(tmp_path: Path) -> None:
+    async with watched(tmp_path, finished=3) as case:
+        await case.quiet(30.0)
+        assert case.engine.probes == 0
+        await case.quiet(LOOK_S)
+        assert (case.engine.probes, case.engine.loads) == (1, 0), "one probe may fail by chance"
+        await case.quiet(LOOK_S)
+        assert (case.engine.probes, case.engine.loads) == (2, 1)
+        assert case.engine.version == 0
+        assert len(case.hung) == 1
+        again = 2 * GROUP + 2 * GROUP - 3
+        await case.shift.until(lambda: case.engine.asked == again, "its samples go on", steps=False)
+        await case.quiet(25.0)
+        assert case.engine.probes == 2, "asked anew, they have their time"
+
+
+async def test_a_streaming_engine_that_answers_a_probe_is_left_alone(tmp_path: Path) -> None:
+    async with watched(tmp_path, finished=3) as case:
+        case.engine.alive = True
+        await case.quiet(300.0)
+        assert 5 <= case.engine.probes <= 10, "an answer holds for as long as a result"
+        assert (case.engine.loads, case.hung) == (0, [])
+        assert len(case.engine.running) == 2 * GROUP - 3
+
+
+async def test_a_streaming_engine_of_which_nothing_was_measured_has_the_time_of_its_longest_samples(
+    tmp_path: Path,
+) -> None:
+    longest = 64 * 8192 / 2000.0
+    async with watched(tmp_path, finished=0) as case:
+        await case.quiet(10 * longest - LOOK_S)
+        assert case.engine.probes == 0
+        await case.quiet(LOOK_S)
+        assert (case.engine.probes, case.engine.loads) == (1, 1), "a bound that long needs no second probe"

@@ -7,14 +7,15 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from app.protocol import partial, trajectory
-from app.protocol.errors import Gone, TaskFailed
-from app.rollout_agent import stream
+from app.protocol.errors import BadInput, Gone, TaskFailed
+from app.rollout_agent import flow, stream
 from app.rollout_agent.delivery import HOPELESS_AFTER_S
 from app.rollout_agent.ledger import WorkerFault
 from app.rollout_agent.stream import UNSCORED
@@ -286,17 +287,73 @@ async def test_what_nobody_takes_over_is_handed_back_and_counted_as_wasted() -> 
     assert shift.ledger.tokens_wasted == {"interrupted": 3 * 2 * GROUP}
 
 
-async def test_a_hard_kill_loses_only_what_was_not_handed_in() -> None:
+async def cancelled(shift: Shift) -> None:
+    """Its node ends without a drain."""
+    shift.life.cancel()
+    await asyncio.gather(shift.life, return_exceptions=True)
+    assert shift.engine.running == [], "its samples were given up"
+
+
+async def test_a_worker_that_is_cancelled_hands_over_what_is_unfinished() -> None:
     async with Shift(FakeStream(), Desk()) as shift:
         await shift.until(lambda: len(shift.desk.committed) >= 12, "work is committed")
-        shift.life.cancel()
-        await asyncio.gather(shift.life, return_exceptions=True)
-    committed = list(shift.desk.committed)
-    whole_and_right(shift.desk.rows, sorted({row.work_item for row in shift.desk.rows}, key=lambda w: int(w[1:])))
-    lost = set(shift.desk.leased) - set(committed)
-    assert lost
-    assert len(lost) * GROUP <= shift.worker.target + shift.engine.most
-    assert shift.engine.running == [], "its samples were given up"
+        await cancelled(shift)
+    [handed] = shift.desk.wire.of("partials")
+    whole = [row for row in shift.desk.rows if row.work_item not in handed["work_items"]]
+    whole_and_right(whole, shift.desk.committed)
+    assert not set(shift.ledger.unfinished()) & {row.work_item for row in shift.desk.rows}
+    assert not shift.ledger.tokens_wasted
+    assert shift.ledger.tokens_generated == sum(len(row.completion_ids) for row in shift.desk.rows)
+
+
+async def test_what_a_cancelled_worker_can_t_hand_over_is_counted_as_wasted() -> None:
+    desk = Desk(partials=lambda _: problem("gone", 410))
+    async with Shift(FakeStream(), desk) as shift:
+        await shift.until(lambda: len(desk.committed) >= 12, "work is committed")
+        await cancelled(shift)
+    committed = sum(len(row.completion_ids) for row in desk.rows if row.work_item in desk.committed)
+    assert set(shift.ledger.tokens_wasted) == {"interrupted"}
+    assert shift.ledger.tokens_generated == committed + shift.ledger.tokens_wasted["interrupted"]
+    assert shift.ledger.unfinished(), "they are handed back as the node leaves"
+
+
+async def test_of_an_engine_that_hangs_what_is_known_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "LEAST_CUT_S", 0.05)
+    engine = FakeStream(on_swap="resubmit", odds=1000)
+    async with Shift(engine, Desk(left=1)) as shift:
+        await shift.until(lambda: len(engine.running) == GROUP, "it is being sampled", steps=False)
+        for _ in range(3):
+            engine.step()
+            shift.clock.now += 0.5
+        await engine.install(None, None, 1)  # type: ignore[arg-type]
+        await shift.until(lambda: engine.asked == 2 * GROUP, "it is asked for again", steps=False)
+        engine.deaf = True
+        shift.clock.now += 2.0
+        await cancelled(shift)
+    assert [len(row.completion_ids) for row in rows_of(shift.desk.wire.files[0])] == [3] * GROUP
+    assert shift.ledger.tokens_wasted == {"interrupted": GROUP * 4}, "two a second, by what came before"
+    assert shift.ledger.tokens_generated == GROUP * (3 + 4)
+
+
+async def test_after_a_drain_that_took_too_long_nothing_is_begun_any_more() -> None:
+    release = asyncio.Event()
+    engine = FakeStream(odds=1000)
+
+    async def slow() -> None:
+        await release.wait()
+
+    async with Shift(engine, Desk(left=1)) as shift:
+        await shift.until(lambda: len(engine.running) == GROUP, "it is being sampled", steps=False)
+        engine.step()
+        engine._end(engine.running[0], "length")
+        await shift.until(lambda: len(engine.running) == GROUP - 1, "one is finished", steps=False)
+        engine.abort = slow  # type: ignore[method-assign]
+        shift.worker.drain(0.0)
+        await asyncio.sleep(0)
+        await cancelled(shift)
+    assert shift.desk.wire.of("partials") == []
+    assert shift.ledger.tokens_wasted == {"interrupted": shift.ledger.tokens_generated}
+    assert shift.ledger.unfinished() == ["w0"]
 
 
 async def test_groups_too_old_to_be_trained_on_are_given_up() -> None:
@@ -386,7 +443,22 @@ async def test_a_task_that_scores_nothing_ends_the_node() -> None:
         with pytest.raises(WorkerFault, match="scored"):
             await shift.life
     assert shift.ledger.errors["task_error"] >= UNSCORED
-    assert shift.desk.wire.files == []
+    assert shift.desk.committed == []
+    handed = sum(len(row.completion_ids) for row in shift.desk.rows)
+    assert handed, "what is unfinished may fare better elsewhere"
+    assert set(shift.ledger.tokens_wasted) == {"task_error"}
+    assert shift.ledger.tokens_generated == handed + shift.ledger.tokens_wasted["task_error"]
+
+
+async def test_nobody_goes_on_from_an_engine_whose_files_are_refused() -> None:
+    desk = Desk(trajectories=lambda _: problem("trajectory_refused", 422, reason="versions"))
+    async with Shift(FakeStream(), desk) as shift:
+        await shift.until(lambda: shift.life.done(), "it has ended")
+        with pytest.raises(WorkerFault, match="refused"):
+            await shift.life
+    assert desk.wire.of("partials") == []
+    assert set(shift.ledger.tokens_wasted) >= {"refused"}
+    assert shift.ledger.tokens_generated == sum(shift.ledger.tokens_wasted.values())
 
 
 async def test_finished_groups_share_a_file_after_an_outage() -> None:
@@ -449,6 +521,39 @@ async def test_tokens_that_never_came_are_counted_by_the_speed_of_others() -> No
     assert shift.ledger.tokens_generated == 10 + 7 * 14
 
 
+async def test_a_sample_that_fails_takes_what_its_group_had_and_that_is_counted() -> None:
+    async with Shift(FakeStream(odds=1000), Desk(left=2)) as shift:
+        await shift.until(lambda: len(shift.engine.running) == 2 * GROUP, "all is being sampled", steps=False)
+        for _ in range(10):
+            shift.engine.step()
+            shift.clock.now += 0.5
+        shift.engine._end(shift.engine.running[0], "length")
+        await shift.until(lambda: len(shift.engine.running) == 2 * GROUP - 1, "one is finished", steps=False)
+        shift.clock.now += 2.0
+        shift.engine.running[-1].done.set_exception(BadInput("too long"))
+        await shift.until(lambda: len(shift.engine.running) == GROUP - 1, "its group is given up", steps=False)
+        await shift.until(lambda: bool(shift.desk.wire.of("reports")), "it is reported", steps=False)
+        # Two tokens a second for seven seconds, by each of the three others.
+        assert shift.ledger.tokens_wasted == {"engine_died": 3 * 14}
+        assert shift.ledger.tokens_generated == 10 + 3 * 14
+
+
+async def test_turns_that_an_environment_fails_on_are_counted() -> None:
+    class Broken(Echo):
+        def respond(self, prompt: Prompt, turns: Sequence[str]) -> Reply | None:
+            raise TaskFailed("hung")
+
+    async with Shift(FakeStream(odds=1000), Desk(left=1), task=Broken()) as shift:
+        await shift.until(lambda: len(shift.engine.running) == GROUP, "it is being sampled", steps=False)
+        for _ in range(10):
+            shift.engine.step()
+            shift.clock.now += 0.5
+        shift.engine._end(shift.engine.running[0], "stop")
+        await shift.until(lambda: bool(shift.desk.wire.of("reports")), "it is reported", steps=False)
+    assert shift.ledger.tokens_wasted == {"task_error": GROUP * 10}
+    assert shift.ledger.tokens_generated == GROUP * 10
+
+
 async def test_a_died_engine_that_does_not_say_what_it_had_is_judged_by_its_speed() -> None:
     async with Shift(FakeStream(odds=1000), Desk(left=1)) as shift:
         await shift.until(lambda: len(shift.engine.running) == GROUP, "it is being sampled", steps=False)
@@ -463,7 +568,7 @@ async def test_a_died_engine_that_does_not_say_what_it_had_is_judged_by_its_spee
 
 
 async def test_slow_rewards_hold_back_leases_and_not_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "MAX_READY", 3)
+    monkeypatch.setattr(flow, "MAX_READY", 3)
     release = threading.Event()
 
     class Slow(Echo):
@@ -535,6 +640,33 @@ async def test_an_episode_is_under_way_until_its_last_turn_has_ended() -> None:
             go.set()
         await shift.until(lambda: len(desk.committed) == 1, "it is committed")
     assert {row.reward for row in desk.rows} == {2.0}
+
+
+async def test_slow_environments_hold_up_neither_shared_threads_nor_rewards() -> None:
+    go, asked = threading.Event(), itertools.count()
+    waiting: list[int] = []
+
+    class Slow(Echo):
+        def respond(self, prompt: Prompt, turns: Sequence[str]) -> Reply | None:
+            if prompt.index == 0 and (number := next(asked)) < 3:
+                waiting.append(number)
+                assert go.wait(15)
+            return None
+
+        def episode_reward(self, prompt: Prompt, turns: Sequence[str]) -> float:
+            return 1.0
+
+    desk = Desk(left=2)
+    with ThreadPoolExecutor(1) as shared:
+        asyncio.get_running_loop().set_default_executor(shared)
+        async with Shift(FakeStream(odds=2), desk, task=Slow()) as shift:
+            try:
+                await shift.until(lambda: len(waiting) == 3, "three environments think")
+                await shift.until(lambda: desk.committed == ["w1"], "the other group is scored and handed in")
+                assert await asyncio.wait_for(asyncio.to_thread(threading.get_ident), 15)
+            finally:
+                go.set()
+            await shift.until(lambda: len(desk.committed) == 2, "the slow one is, too")
 
 
 async def test_what_came_before_a_cut_is_handed_over_even_if_the_engine_is_mute_later() -> None:

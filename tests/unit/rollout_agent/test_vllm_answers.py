@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.protocol.errors import BadInput, Unavailable
 from app.rollout_agent.engines.adapter import AdapterConfig
 from app.rollout_agent.engines.base import Completion, Load, Span, Tainted
-from app.rollout_agent.engines.blueprint import Blueprint
+from app.rollout_agent.engines.blueprint import Blueprint, read_blueprint
 from app.rollout_agent.engines.vllm_answers import (
     certain,
     check_probe,
@@ -26,10 +28,21 @@ from app.rollout_agent.engines.vllm_answers import (
     sampling_params,
     tokens_made,
 )
-from app.rollout_agent.engines.vllm_command import VllmOptions, command, environment, lora_rank, tensor_parallel
+from app.rollout_agent.engines.vllm_command import (
+    CPU_ALONE,
+    Split,
+    VllmOptions,
+    command,
+    environment,
+    lora_rank,
+    misfit,
+    split_of,
+    tensor_parallel,
+)
 from app.rollout_agent.engines.vllm_features import LORA_ROUTES, ROUTES, features, missing_routes
+from tests.unit.rollout_agent.tiny import write_model_files
 
-PLAIN = Blueprint(tokenizer=None, adapter=None, layout={}, eos=(2,), vocabulary=100, heads=12)
+PLAIN = Blueprint(tokenizer=None, adapter=None, layout={}, eos=(2,), vocabulary=100, split=Split(heads=12))
 OPTIONS = VllmOptions(python="/venv/bin/python", device="cuda", work_dir=Path("/w"))
 
 
@@ -222,7 +235,8 @@ def test_a_single_worker_on_a_cpu_has_no_process_that_spins_beside_the_scheduler
     device: Literal["cpu", "cuda"], gpus: int, alone: bool
 ) -> None:
     line = command(replace(OPTIONS, device=device, gpus=gpus), Path("/m"), 1, PLAIN)
-    assert ("--distributed-executor-backend" in line) == alone
+    told = {a: b for a, b in itertools.pairwise(line) if a.startswith("--")}
+    assert told.get("--distributed-executor-backend") == (CPU_ALONE if alone else None)
     user = replace(OPTIONS, device=device, extra_args=("--distributed-executor-backend", "mp"))
     assert command(user, Path("/m"), 1, PLAIN)[-2:] == ["--distributed-executor-backend", "mp"]
 
@@ -242,12 +256,103 @@ def test_an_adapters_engine_has_the_base_weights_and_room_for_some_versions() ->
     assert [lora_rank(r) for r in (1, 2, 8, 9, 512, 600)] == [1, 8, 8, 16, 512, 600]
 
 
+QWEN_05B = Split(heads=14, kv_heads=2, widths=(896, 4864))
+QWEN_15B = Split(heads=12, kv_heads=2, widths=(1536, 8960))
+QWEN_7B = Split(heads=28, kv_heads=4, widths=(3584, 18944))
+QWEN_30B_A3B = Split(heads=32, kv_heads=4, widths=(2048, 6144, 768))
+
+
 @pytest.mark.parametrize(
-    ("gpus", "heads", "asked", "used"),
-    [(1, 12, None, 1), (4, 12, None, 4), (8, 12, None, 6), (8, 7, None, 7), (8, 12, 2, 2), (0, 12, None, 1)],
+    ("gpus", "split", "used"),
+    [
+        (8, QWEN_7B, 4),
+        (3, QWEN_7B, 2),
+        (8, QWEN_15B, 4),
+        (6, QWEN_15B, 4),
+        (8, QWEN_05B, 2),
+        (8, QWEN_30B_A3B, 8),
+        (3, Split(heads=32), 2),
+        (8, Split(heads=28, kv_heads=4), 4),
+        (8, Split(heads=12), 6),
+        (8, Split(heads=7, kv_heads=1), 7),
+        (8, Split(heads=8, kv_heads=8, widths=(64, 20)), 4),
+        (6, Split(heads=6, kv_heads=6, widths=(60, 32)), 2),
+        (5, Split(), 5),
+        (1, QWEN_7B, 1),
+        (0, QWEN_7B, 1),
+    ],
 )
-def test_as_many_gpus_as_divide_the_attention_heads(gpus: int, heads: int, asked: int | None, used: int) -> None:
-    assert tensor_parallel(replace(OPTIONS, gpus=gpus, tensor_parallel=asked), heads) == used
+def test_as_many_gpus_as_share_heads_and_widths_evenly(gpus: int, split: Split, used: int) -> None:
+    assert tensor_parallel(replace(OPTIONS, gpus=gpus), split) == used
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "wrong"),
+    [
+        (2, "cuda", None),
+        (4, "cuda", None),
+        (4, "cpu", None),
+        (3, "cuda", "28 attention heads can't be divided among 3 GPUs"),
+        (7, "cuda", "4 key/value heads can't be divided among 7 GPUs, nor evenly copied to them"),
+        (28, "cpu", "a layer of width 18944 can't be divided among 28 GPUs"),
+        (28, "cuda", "this machine has 8 GPUs"),
+    ],
+)
+def test_a_size_of_the_user_stays_or_is_refused(asked: int, device: Literal["cpu", "cuda"], wrong: str | None) -> None:
+    options = replace(OPTIONS, gpus=8, tensor_parallel=asked, device=device)
+    if wrong is None:
+        assert tensor_parallel(options, QWEN_7B) == asked
+    else:
+        with pytest.raises(BadInput, match=f"TENSOR_PARALLEL is {asked}, but {wrong}; leave it unset, which gives 4"):
+            tensor_parallel(options, QWEN_7B)
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.lists(st.integers(1, 9999), max_size=3), st.integers(1, 16))
+def test_the_size_that_is_chosen_fits_and_no_larger_one_does(heads: int, kv: int, widths: list[int], gpus: int) -> None:
+    split = Split(heads * kv, kv, widths)
+    used = tensor_parallel(replace(OPTIONS, gpus=gpus), split)
+    assert split.heads is not None
+    assert (split.heads % used, [width % used for width in widths]) == (0, [0] * len(widths))
+    assert kv % used == 0 if kv >= used else used % kv == 0
+    assert all(misfit(split, more) for more in range(used + 1, gpus + 1))
+
+
+def test_what_gpus_share_is_read_from_a_config_as_far_as_it_tells() -> None:
+    plain = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584, "intermediate_size": 18944}
+    assert split_of(plain.get) == QWEN_7B
+    experts = {"num_attention_heads": 32, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    assert split_of(experts.get) == Split(32, None, (6144, 768))
+    by_layer = {"num_key_value_heads": [4, 2], "intermediate_size": [512, 768]}
+    assert split_of(by_layer.get) == Split(None, None, (512, 768))
+    assert split_of({"intermediate_size": None, "num_attention_heads": "many"}.get) == Split()
+
+
+def test_a_blueprint_tells_what_gpus_share(tmp_path: Path) -> None:
+    assert read_blueprint(write_model_files(tmp_path)).split == Split(heads=2, kv_heads=2, widths=(32, 64))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "extra", "said"),
+    [
+        (
+            8,
+            None,
+            (),
+            "4 of this machine's 8 GPUs are used, the others idle: 28 attention heads can't be divided among 8",
+        ),
+        (8, 2, (), "2 of this machine's 8 GPUs are used, the others idle: ECHO2_VLLM_TENSOR_PARALLEL says so"),
+        (8, None, ("--pipeline-parallel-size=2",), ""),
+        (4, None, (), ""),
+    ],
+)
+def test_gpus_that_idle_are_told(
+    gpus: int, asked: int | None, extra: tuple[str, ...], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = replace(OPTIONS, gpus=gpus, tensor_parallel=asked, extra_args=extra)
+    line = command(options, Path("/m"), 1, replace(PLAIN, split=QWEN_7B))
+    assert line[line.index("--tensor-parallel-size") + 1] == str(asked or 4)
+    assert said in caplog.text
+    assert bool(caplog.records) == bool(said)
 
 
 def test_the_likeliest_answer_is_asked_for_as_such_and_is_certain() -> None:

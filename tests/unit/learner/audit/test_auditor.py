@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from app.learner.audit.auditor import BEHIND, Auditor
-from app.learner.audit.rewards import Rewards
 from app.learner.buffer import Group, ReplayBuffer
 from app.learner.outbox import Directives
 from app.protocol.audits import Audit, AuditAnswer, AuditReport
-from app.protocol.errors import LearnerError, Unavailable
+from app.protocol.errors import LearnerError, TaskFailed, Unavailable
 from app.protocol.learner import LearnerDirectives, TrajectoryRef
-from app.tasks.base import Prompt
 from tests.unit.learner.audit.samples import Shelf, sampled, sharper, told
 from tests.unit.learner.samples import job
 
@@ -49,12 +47,15 @@ class Court:
 
 
 class Scripted:
-    """Rewards are right but those of these work items."""
+    """Rewards are right but those of these work items; those of others can't be computed."""
 
     def __init__(self) -> None:
         self.wrong: set[str] = set()
+        self.unknown: set[str] = set()
 
     def off(self, group: Group, *, heldout: bool = False) -> float | None:
+        if group.work_item in self.unknown:
+            raise TaskFailed("it hangs")
         return 1.0 if group.work_item in self.wrong else 0.0
 
 
@@ -217,6 +218,45 @@ def test_answers_to_held_out_prompts_that_wait_keep_nobody_from_being_audited():
     assert rig.auditor.metrics()["audits_waiting"] == BEHIND + 1
 
 
+def test_chosen_audits_that_are_left_out_because_too_many_wait_are_counted():
+    rig = Rig(probation=0, each_version=False, audit_share=1.0)
+    (one,) = groups("g")
+    rig.receive(*(dataclasses.replace(one, work_item=f"g {n}") for n in range(BEHIND + 3)))
+    assert rig.auditor.metrics()["audits_waiting"] == BEHIND
+    assert rig.auditor.metrics()["audits_skipped"] == 3
+    assert len(rig.buffer) == BEHIND + 3, "they are trained on all the same"
+
+
+def test_groups_whose_rewards_are_unknown_end_no_probation_and_accuse_nobody(rig: Rig):
+    rig.rewards.unknown = {"a", "b"}
+    rig.receive(*groups("a", "b"))
+    rig.settled()
+    assert rig.told == [("a", "unclear"), ("b", "unclear")]
+    assert [(a.fault, a.reward_ok) for a in rig.court.audits_told] == [("", None)] * 2
+    assert "it hangs" in rig.court.audits_told[0].detail
+    assert rig.court.convicted == set()
+    assert rig.here == ["a", "b"], "nothing was found wrong with them"
+    assert rig.auditor.metrics()["audits_unscored"] == 2
+    rig.receive(*groups("c", "d"))
+    rig.settled()
+    assert rig.told[2:] == [("c", "passed"), ("d", "passed")], "still on probation"
+    rig.receive(*groups("e"))
+    rig.settled()
+    assert len(rig.told) == 4
+    assert rig.auditor.metrics()["audits_unscored"] == 2
+
+
+def test_under_each_version_one_with_known_rewards_is_looked_at_before_others_are_let_through():
+    rig = Rig(versions=(0, 2), probation=0)
+    rig.rewards.unknown = {"a"}
+    rig.receive(*groups("a", "b", "c", version=2))
+    rig.auditor.start()
+    rig.settled()
+    rig.auditor.stop()
+    assert rig.told == [("a", "unclear"), ("b", "passed")]
+    assert rig.here == ["a", "b", "c"]
+
+
 def test_a_suspect_group_is_dropped_alone_and_the_node_goes_on(rig: Rig):
     first, second, third = groups("a", "b", "c")
     rig.receive(noisy(first), second, third)
@@ -332,58 +372,3 @@ def test_what_others_began_is_never_trained_on_unseen(spoil):
     rig.auditor.stop()
     assert rig.here == ["good", "own"]
     assert rig.told == [("good", "passed"), ("bad", "unclear")]
-
-
-class Sums:
-    """Rewards an answer with its length, or raises."""
-
-    name = "sums"
-    train_size = heldout_size = 10
-    deterministic = True
-
-    def __init__(self) -> None:
-        self.broken = False
-
-    def train(self, index: int) -> Prompt:
-        return Prompt(index, "?", {})
-
-    heldout = train
-
-    def reward(self, prompt: Prompt, completion_text: str) -> float:
-        if self.broken:
-            raise RuntimeError("no database here")
-        return float(len(completion_text))
-
-
-class Letters:
-    """One letter a token."""
-
-    def decode(self, ids, **options) -> str:
-        return "x" * len(ids)
-
-
-def test_rewards_are_computed_again_and_what_can_not_be_is_no_lie():
-    task = Sums()
-    rewards = Rewards(task, Letters())
-    (group,) = groups("a")
-    good = told(group, reward=lambda r: float(len(r.completion_ids)))
-    assert rewards.off(good) == 0
-    assert rewards.off(told(good, reward=lambda r: r.reward + (r.sample_index == 1) * 1e-3)) == pytest.approx(
-        1e-3 / (len(good.rollouts[1].completion_ids) + 1e-3), rel=1e-3
-    )
-    task.broken = True
-    assert rewards.off(good) is None
-    task.broken, task.deterministic = False, False
-    assert rewards.off(told(good, reward=99.0)) is None
-    rewards.close()
-
-
-def test_a_reward_that_hangs_here_holds_nobody_up():
-    task, free = Sums(), threading.Event()
-    task.reward = lambda prompt, text: float(free.wait(30))  # type: ignore[method-assign]
-    rewards = Rewards(task, Letters(), timeout_s=0.05)
-    (group,) = groups("a")
-    assert rewards.off(group) is None
-    assert rewards.off(group) is None
-    free.set()
-    rewards.close()

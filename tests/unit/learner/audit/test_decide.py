@@ -75,6 +75,9 @@ FINE = Look(figures(0.01), 0.0, 0, None)
         ({"figures": figures(0.16, 0.1, FEW - 1)}, "passed", ""),
         ({"copies": 3}, "failed", "copied"),
         ({"copies": 3, "foreign": True}, "unclear", "copied"),
+        ({"reward_off": None, "unscored": "it hangs"}, "unclear", ""),
+        ({"reward_off": None, "unscored": "it hangs", "copies": 3}, "failed", "copied"),
+        ({"reward_off": None, "unscored": "it hangs", "figures": figures(0.16, 0.031)}, "failed", "logprobs"),
     ],
 )
 def test_judge(changes, verdict: str, fault: str):
@@ -140,6 +143,15 @@ def test_a_version_that_can_not_be_looked_at_holds_nobody_up():
     custody.receive(foreign)
     custody.settled(foreign, True, said("unclear", "logprobs"))
     assert custody.receive(case("d", 6)) == "first"
+
+
+def test_a_group_with_unknown_rewards_speaks_for_no_other_of_its_version():
+    custody = Custody(TRUST, lambda: 0.9)
+    custody.known("n", 100)
+    first, second = case("a", 5), case("b", 5)
+    assert [custody.receive(c) for c in (first, second)] == ["first", "wait"]
+    assert custody.settled(first, True, said("unclear"), scored=False) == [second]
+    assert custody.receive(second) == "first"
 
 
 def test_what_others_began_does_not_speak_for_the_node_that_finished_it():

@@ -150,3 +150,9 @@ def test_tokens_that_the_environment_wrote_are_nobodys_choice():
 )
 def test_margins_decide(behind: list[float], verdict: str):
     assert judge(np.array(behind), reward_off=None, never=None, versions=[3], bound=0.15)[0] == verdict
+
+
+@pytest.mark.parametrize(("behind", "expected"), [([0.0, 0.1], ("unclear", "")), ([3.0, 3.0], ("failed", "greedy"))])
+def test_likeliest_answers_whose_reward_is_unknown_have_not_passed(behind: list[float], expected: tuple[str, str]):
+    found = judge(np.array(behind), reward_off=None, never=None, versions=[3], bound=0.15, unscored="it hangs")
+    assert found[:2] == expected
