@@ -1,4 +1,4 @@
-"""Audits beside the training: a thread of low priority that computes groups again and tells what it finds.
+"""Audits beside the training: a thread that computes groups again and tells what it finds.
 
 Invariant: a group that was held for its audit reaches the buffer only if no fault was found in it; of a node in
 quarantine nothing that is still here is trained on. What the control service withdraws is forgotten, so that another
@@ -8,10 +8,8 @@ node's answer to the same work item is welcome.
 from __future__ import annotations
 
 import logging
-import os
 import random
 import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -36,7 +34,6 @@ AT_ONCE = 16
 """Audits that are told together."""
 BEHIND = 256
 """With so many under way, groups that are trained on anyway are not audited as well; they are counted."""
-_NICE = 10
 
 
 class AuditsCall(Protocol):
@@ -193,7 +190,8 @@ class Auditor:
         self._changed.notify_all()
 
     def _run(self) -> None:
-        _lower_priority()
+        # At the training's own priority: on shared cores what waits for its audit would else wait for the training to
+        # stand still, which waits for it in turn.
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._unread or self._stopped, 60)
@@ -291,9 +289,3 @@ class Auditor:
         found = replace(found, unscored=unscored)
         audit = audit_of(case.group, case.version, found, judge(found, bound, self._trust.max_proof_misses))
         return audit.model_copy(update={"heldout": task.heldout})
-
-
-def _lower_priority() -> None:
-    """Of this thread only, where the system has that."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
