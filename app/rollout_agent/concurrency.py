@@ -65,8 +65,12 @@ def next_target(target: Target, in_flight: int, load: Load, bounds: Bounds) -> T
     if pressed or queued:
         if in_flight > target.samples:
             return replace(target, met=True)
-        fewer = min(target.samples, in_flight) * DECREASE
-        return replace(target, samples=_within(int(fewer), bounds), met=True)
+        most = min(target.samples, in_flight)
+        fewer = int(most * DECREASE)
+        if not pressed:
+            # What runs is what it takes: below that and a short queue it would stand idle.
+            fewer = min(most, max(fewer, load.running + int(max(bounds.step, BACKLOG * load.running))))
+        return replace(target, samples=_within(fewer, bounds), met=True)
     used = in_flight > target.samples - max(2 * bounds.step, (1 - USED) * target.samples)
     if not used or load.running + load.waiting < KNOWN * in_flight:
         return target

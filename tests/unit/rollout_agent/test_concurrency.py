@@ -38,7 +38,12 @@ def load(running: int = 64, waiting: int = 0, cache: float = 0.3, preemptions: i
         # A backlog within bounds keeps it full; a larger one counts when it stays.
         (Target(64, met=True), 64, load(running=56, waiting=8), 72),
         (Target(64, met=True), 64, load(running=48, waiting=16), 64),
-        (Target(64, met=True, queued=True), 64, load(running=48, waiting=16), 51),
+        # Then down to what runs and a short queue, at most by a fifth at a time.
+        (Target(64, met=True, queued=True), 64, load(running=48, waiting=16), 56),
+        (Target(88, met=True, queued=True), 88, load(running=64, waiting=24), 72),
+        (Target(640, met=True, queued=True), 640, load(running=512, waiting=128), 512),
+        (Target(64, met=True, queued=True), 64, load(running=0, waiting=64), 51),
+        (Target(64, met=True, queued=True), 64, load(running=48, waiting=16, cache=0.96), 51),
         (Target(256, met=True, queued=True), 256, load(running=224, waiting=28), 264),
         # The cache is full, or requests were pushed out of it.
         (Target(64, met=True), 64, load(cache=0.96), 51),
