@@ -503,14 +503,19 @@ async def test_a_silent_engine_shows() -> None:
         assert shift.worker.stalled_s == 0, "nothing runs"
 
 
+async def one_of_two_groups_told_the_speed(shift: Shift) -> None:
+    """A sample of ten tokens in five seconds is finished, all others go on."""
+    await shift.until(lambda: len(shift.engine.running) == 2 * GROUP, "all is being sampled", steps=False)
+    for _ in range(10):
+        shift.engine.step()
+        shift.clock.now += 0.5
+    shift.engine._end(shift.engine.running[0], "length")
+    await shift.until(lambda: len(shift.engine.running) == 2 * GROUP - 1, "one is finished", steps=False)
+
+
 async def test_tokens_that_never_came_are_counted_by_the_speed_of_others() -> None:
     async with Shift(FakeStream(odds=1000), Desk(left=2)) as shift:
-        await shift.until(lambda: len(shift.engine.running) == 2 * GROUP, "all is being sampled", steps=False)
-        for _ in range(10):
-            shift.engine.step()
-            shift.clock.now += 0.5
-        shift.engine._end(shift.engine.running[0], "length")
-        await shift.until(lambda: len(shift.engine.running) == 2 * GROUP - 1, "one is finished", steps=False)
+        await one_of_two_groups_told_the_speed(shift)
         assert shift.ledger.tokens_generated == 10
         shift.clock.now += 2.0
         shift.floor = 1
@@ -523,12 +528,7 @@ async def test_tokens_that_never_came_are_counted_by_the_speed_of_others() -> No
 
 async def test_a_sample_that_fails_takes_what_its_group_had_and_that_is_counted() -> None:
     async with Shift(FakeStream(odds=1000), Desk(left=2)) as shift:
-        await shift.until(lambda: len(shift.engine.running) == 2 * GROUP, "all is being sampled", steps=False)
-        for _ in range(10):
-            shift.engine.step()
-            shift.clock.now += 0.5
-        shift.engine._end(shift.engine.running[0], "length")
-        await shift.until(lambda: len(shift.engine.running) == 2 * GROUP - 1, "one is finished", steps=False)
+        await one_of_two_groups_told_the_speed(shift)
         shift.clock.now += 2.0
         shift.engine.running[-1].done.set_exception(BadInput("too long"))
         await shift.until(lambda: len(shift.engine.running) == GROUP - 1, "its group is given up", steps=False)
