@@ -1,7 +1,8 @@
 """Whether the learner ever waits: the demo's loop without its incidents.
 
 The service, the local marketplace and its machines run as in `make demo`. The machines are slowed down by `--speed`, so
-that a job needs several of them and what is rented can come near to what is needed. Learner and service have one half
+that a job needs several of them and what is rented can come near to what is needed; a surplus is given back after
+seconds in place of minutes, as steps take a second or two in place of minutes. Learner and service have one half
 of the cores, the machines the other: on shared cores a step takes the longer the more machines there are, and what is
 needed would follow what is rented. Left out of the figures: the first `--warm` steps. The last line is one JSON object.
 """
@@ -124,14 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=170)
     parser.add_argument("--warm", type=int, default=100)
-    parser.add_argument("--staleness", type=int, default=3)
-    parser.add_argument("--speed", type=float, default=0.25)
+    parser.add_argument("--staleness", type=int, default=6)
+    parser.add_argument("--speed", type=float, default=0.2)
     parser.add_argument("--prompts", type=int, default=32)
     options = parser.parse_args(arguments)
     own, others = halves()
     os.environ["OMP_NUM_THREADS"] = str(len(own))
     os.sched_setaffinity(0, own)
-    stage = Stage(free_port(), free_port())
+    stage = Stage(free_port(), free_port(), min_lease_s=8)
     with (
         marketplace(stage, options.speed, others),
         service(stage),

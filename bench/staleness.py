@@ -197,10 +197,15 @@ def plans(args: argparse.Namespace) -> list[Plan]:
     return [
         Plan(loss, schedule, s, seed, args.steps, args.learning_rate, args.scale_rewards, args.eval_prompts)
         for seed in args.seeds
-        for schedule in args.schedules
-        for loss in args.losses
-        for s in args.staleness
+        for schedule, loss, s in cells_of(args)
     ]
+
+
+def cells_of(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """(schedule, loss, S) of every run of a seed. S adapts only by what a correction measures."""
+    asked = [(schedule, loss, s) for schedule in args.schedules for loss in args.losses for s in args.staleness]
+    adaptive = [("adaptive", loss, s) for loss in args.losses if loss != UNCORRECTED for s in args.adaptive]
+    return list(dict.fromkeys([*asked, *adaptive]))
 
 
 def study(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -251,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--staleness", type=listed(int, range(1, 1001)), default=[1, 2, 3, 6, 11, 20], help="values of S"
     )
+    parser.add_argument("--adaptive", type=listed(int, range(1, 1001)), default=[11], help="bounds of an adaptive S")
     parser.add_argument("--seeds", type=listed(int), default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--learning-rate", type=float, default=6e-4)

@@ -92,7 +92,7 @@ class Run:
     training: bool = False
     waiting_since: float = 0.0
     history: list[steering.Seen] = field(default_factory=list)
-    aim: tuple[float | None, int] = (None, 0)
+    aim: tuple[float | None, int, bool] = (None, 0, False)
     kappa: int = 1
     dropped: int = 0
     spent: float = 0.0
@@ -120,7 +120,7 @@ def control(run: Run) -> None:
         allowed=steering.periods(case.kappa, fixed=not run.steer, t_train=case.t_train, t_bcast=case.t_bcast),
         steps=run.history[-steering.LONGEST_WINDOW :], bound=0.05 if run.steer else 0.0,
     )  # fmt: skip
-    run.aim, run.kappa = (aim.factor, aim.since_step), aim.kappa
+    run.aim, run.kappa = (aim.factor, aim.since_step, aim.near), aim.kappa
     unit = case.rollouts / case.t_train / 12
     running = [
         activation.Running(

@@ -36,6 +36,8 @@ class Stage:
     """Of the machines' agents. `vllm` takes a minute to start on two cores, so that all waits are longer."""
     vllm_python: Path | None = None
     """An interpreter that has vLLM; an image would bring it along."""
+    min_lease_s: int = 60
+    """Before which no machine is given back for price or surplus."""
     admin_key: str = field(default_factory=lambda: "ek_" + secrets.token_urlsafe(32), repr=False)
     market_key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     webhook_secret: str = field(default_factory=lambda: _webhook_secret(), repr=False)
@@ -72,7 +74,7 @@ class Stage:
             "ECHO2_HEARTBEAT_SECONDS": "1",
             "ECHO2_HEARTBEAT_TIMEOUT_SECONDS": "20",
             "ECHO2_JOIN_TIMEOUT_SECONDS": "120" if self.engine == "transformers" else "600",
-            "ECHO2_MIN_LEASE_SECONDS": "60",
+            "ECHO2_MIN_LEASE_SECONDS": str(self.min_lease_s),
             "ECHO2_WIND_DOWN_SECONDS": "20",
             "ECHO2_SETTLE_SECONDS": "10",
             # One chain: as much uplink as one machine can take.

@@ -54,6 +54,12 @@ class Policy:
     keep: float = 1.12
     """A release leaves at least this multiple of the same, so that noise does not rent again what was just given back,
     and never less than the target. In a pool that has settled as a whole the target itself is enough."""
+    calm_surplus: float = 1.2
+    calm_keep: float = 1.08
+    """The two in a pool that nobody has come into for `calm_lives`, whatever the target: machines come whole, and one
+    that is kept for the last percent is dear. If it was needed after all, that costs one start-up in that time."""
+    calm_lives: float = 15.0
+    """Times `min_life_s`."""
     min_life_s: float = 120.0
     """No lease is given back for price or surplus before that."""
     settle_lives: float = 60.0
@@ -198,12 +204,16 @@ def _surplus(running: Sequence[Running], planned: float, target: float, policy: 
     """The dearest machine that the pool can do without: what works without it must be enough, not what still boots."""
     old = [r for r in running if r.ready and r.age_s >= policy.min_life_s]
     working = sum(r.candidate.mu for r in running if r.ready)
-    settled = all(r.age_s >= policy.settle_s for r in running)
     rents = policy.rent_below * target
-    floor = target if settled else max(target, policy.keep * rents)
+    floor, most = max(target, policy.keep * rents), policy.surplus * rents
+    youngest = min((r.age_s for r in running), default=0.0)
+    if youngest >= policy.settle_s:
+        floor = target
+    if youngest >= policy.calm_lives * policy.min_life_s:
+        floor, most = min(floor, policy.calm_keep * rents), policy.calm_surplus * rents
     for r in sorted(old, key=lambda r: -r.candidate.rho):
-        if working - r.candidate.mu >= floor and planned > policy.surplus * rents:
-            return r.candidate.key, f"pool {planned:.4g} > target {target:.4g}, dearest ρ"
+        if working - r.candidate.mu >= floor and planned > most:
+            return r.candidate.key, f"pool {planned:.4g} > {most:.4g}, dearest ρ"
     return None
 
 

@@ -45,7 +45,7 @@ class Demand:
             "mu_steered": aim.target,
             "mu_knee": aim.knee,
             "steering": aim.why,
-            "steering_state": [aim.factor, aim.since_step],
+            "steering_state": [aim.factor, aim.since_step, aim.near],
             "nodes_active": len(active),
             "t_train": job.t_train,
             "t_bcast": t_bcast,
@@ -65,14 +65,14 @@ class Demand:
 
     async def _steer(self, session: AsyncSession, job: Job, spec: JobSpec, eq2: float) -> steering.Aim:
         """The aim by what the newest steps showed; a move of it, or of κ, is an event."""
-        state = job.capacity.get("steering_state", [None, 0])
+        factor, since, *near = job.capacity.get("steering_state", [None, 0])
         query = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(steering.LONGEST_WINDOW)
         steps = [
             steering.Seen(s.step, s.t_train, s.t_idle, s.rollouts, s.dropped, s.mu_pool)
             for s in reversed(list(await session.scalars(query)))
         ]
         aim = steering.steer(
-            (state[0], state[1]),
+            (factor, since, bool(near and near[0])),
             eq2=eq2,
             rollouts=spec.rollouts_per_step,
             gamma=spec.safety_factor,

@@ -25,9 +25,11 @@ WINDOW_STEPS = 6
 """Fewest steps between two moves; at least two publish periods as well, so that a window holds whole broadcasts."""
 LONGEST_WINDOW = 60
 """Steps that are looked at, at most: what was long ago says little of now."""
+FAR = 0.5
+"""Down to this share of what the factor has above its least, as long as the learner has never waited for more."""
 DOWN = 0.93
 UP = 1.15
-"""Down slowly, up at once: a waiting learner costs more than a surplus machine."""
+"""Once it has, down slowly, up at once: a waiting learner costs more than a surplus machine."""
 DROPS = 0.03
 """More than this share of rollouts dropped as stale is a surplus, however seldom the learner waits."""
 DELIVERS = 0.95
@@ -68,6 +70,8 @@ class Aim:
     """The publish period from now on."""
     moved: bool = False
     """Whether this look moved the aim or κ."""
+    near: bool = False
+    """Whether the learner has waited for more at some factor: the knee is near, and what follows is in small steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ def periods(longest: int, *, fixed: bool, t_train: float, t_bcast: float | None)
 
 
 def steer(
-    before: tuple[float | None, int],
+    before: tuple[float | None, int, bool],
     *,
     eq2: float,
     rollouts: int,
@@ -103,24 +107,24 @@ def steer(
     """The aim after a look at the newest steps. Until it first moves it is Eq. 2's target, but at most MOST times the
     consumption.
 
-    `before` is (factor, since_step) of the last aim, (None, 0) at first; `eq2` the target that the capacity rule gives;
-    `rollouts` R; `t_train` seconds; `kappa` κ now; `steps` ascending; `bound` the share of the learner's time that it
-    may wait; 0 switches steering off.
+    `before` is (factor, since_step, near) of the last aim, (None, 0, False) at first; `eq2` the target that the
+    capacity rule gives; `rollouts` R; `t_train` seconds; `kappa` κ now; `steps` ascending; `bound` the share of the
+    learner's time that it may wait; 0 switches steering off.
     """
     knee = rollouts / t_train
     floor = gamma * knee
     last = steps[-1].step if steps else 0
     if bound <= 0:
         return Aim(None, last, eq2, knee, "Eq. 2: steering is off", kappa)
-    kept, since = before[0], min(before[1], last)
+    kept, since, near = before[0], min(before[1], last), before[2]
     factor = min(MOST, max(1.0, eq2 / floor if kept is None else kept))
 
     def stay(why: str) -> Aim:
-        return Aim(kept, since, factor * floor, knee, why, kappa)
+        return Aim(kept, since, factor * floor, knee, why, kappa, near=near)
 
     def every(period: int, why: str) -> Aim:
         # The factor is kept from now on: of Eq. 2 a shorter period would ask for more machines.
-        return Aim(factor, last, factor * floor, knee, f"{why}: κ {kappa} → {period}", period, moved=True)
+        return Aim(factor, last, factor * floor, knee, f"{why}: κ {kappa} → {period}", period, moved=True, near=near)
 
     if kappa < allowed.least:
         return every(kappa + 1, f"a broadcast does not fit into {kappa} steps")
@@ -138,15 +142,16 @@ def steer(
             return stay(f"{told}; the pool delivered {pool:.4g}, less than the aim: no reason to ask for more")
         if factor >= MOST:
             return stay(f"{told}; more machines would not help: a greater staleness_budget or faster broadcasts would")
-        new, what = min(MOST, max(factor, pool / floor) * UP), "more"
+        new, what, near = min(MOST, max(factor, pool / floor) * UP), "more", True
     elif bubble <= bound / 2 or dropped > DROPS:
         # What the pool delivered was enough, if it was less than the aim.
-        new, what = max(1.0, min(factor * DOWN, pool / floor)), "less"
+        lower = factor * DOWN if near else min(factor * DOWN, 1 + (factor - 1) * FAR)
+        new, what = max(1.0, min(lower, pool / floor)), "less"
     else:
         return stay(f"{told}: close to the bound of {bound:.0%}")
     if abs(new - factor) < 1e-9:
         return stay(f"{told}; as {what} as it may be")
-    return Aim(new, last, new * floor, knee, f"{told}: {what}", kappa, moved=True)
+    return Aim(new, last, new * floor, knee, f"{told}: {what}", kappa, moved=True, near=near)
 
 
 def measured(window: Sequence[Seen]) -> tuple[float, float, float]:

@@ -27,7 +27,7 @@ def look(
 ) -> Aim:
     """`t_bcast` None: the owner fixed κ."""
     return steer(
-        (before.factor, before.since_step) if before else (None, 0),
+        (before.factor, before.since_step, before.near) if before else (None, 0, False),
         eq2=eq2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=KAPPA,
         allowed=periods(KAPPA, fixed=t_bcast is None, t_train=T_TRAIN, t_bcast=t_bcast), steps=steps, bound=bound,
     )  # fmt: skip
@@ -60,7 +60,7 @@ def test_of_equation_two_a_shorter_period_asks_for_no_more_machines() -> None:
 
 def test_a_period_that_does_not_hold_its_broadcast_any_more_grows() -> None:
     aim = steer(
-        (1.0, 10), eq2=EQ2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=1,
+        (1.0, 10, False), eq2=EQ2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=1,
         allowed=periods(3, fixed=False, t_train=T_TRAIN, t_bcast=19.0), steps=history(11, 2, pool=EQ2), bound=0.05,
     )  # fmt: skip
     assert aim.kappa == 2
@@ -119,6 +119,18 @@ def test_waits_for_a_whole_window_and_counts_from_the_last_move() -> None:
     aim = look(start, [*steps, *history(10 + WINDOW_STEPS, 1, pool=EQ2)])
     assert aim.moved
     assert aim.since_step == 10 + WINDOW_STEPS
+
+
+def test_far_above_the_knee_it_goes_down_by_halves_and_in_small_steps_once_the_learner_has_waited() -> None:
+    aim = look(Aim(1.8, 10, 1.8 * FLOOR, KNEE, ""), history(11, 8, pool=1.8 * FLOOR))
+    assert aim.factor == pytest.approx(1.4)
+    waited = look(aim, history(19, 8, pool=aim.target, bubble=0.2))
+    assert waited.factor is not None
+    assert waited.factor > 1.4
+    assert waited.near
+    again = look(waited, history(27, 8, pool=waited.target))
+    assert again.factor == pytest.approx(0.93 * waited.factor)
+    assert look(again, history(35, 8, pool=again.target)).factor == pytest.approx(0.93 * 0.93 * waited.factor)
 
 
 def test_the_wait_for_the_first_machines_is_no_bubble() -> None:
