@@ -1,8 +1,8 @@
 """How a process gives up what a task's code must not have: network, other processes, memory without end.
 
 Invariant: `confine` is called before anything of the task is imported, while the process has one thread. Limits of
-resources always hold; namespaces as far as the kernel lets this user make them, Landlock as far as it knows it, and the
-answer says which.
+resources always hold; namespaces as far as the kernel lets this user make them, Landlock and seccomp as far as it knows
+them, and the answer says which.
 
 Linux, from ctypes: Python 3.11 has no `os.unshare`. Constants: <linux/sched.h>, <linux/prctl.h>, <linux/mount.h>.
 """
@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from app.tasks import keeper, landlock
+from app.tasks import keeper, landlock, seccomp
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _NO_NEW_PRIVS, _PDEATHSIG, _DUMPABLE = 38, 1, 4
@@ -45,9 +45,9 @@ def confine(
     keep the network; `folder`: what it holds is bounded; `grants`: see `landlock`, None: all files.
 
     Returns, in the new process only, what it is cut off from: some of `network`, `processes`, `proc`, `shm`, `files`,
-    `tcp`, `signals`. The old one stays as its keeper (`app/tasks/keeper.py`). In a namespace of processes one more
-    stands between: the first one there, with which all others end, runs none of the task's code and so can't be talked
-    out of dying with the keeper.
+    `tcp`, `signals`, `calls`. The old one stays as its keeper (`app/tasks/keeper.py`). In a namespace of processes one
+    more stands between: the first one there, with which all others end, runs none of the task's code and so can't be
+    talked out of dying with the keeper.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     keeper.prepare(libc)
@@ -71,6 +71,7 @@ def confine(
         if grants is not None:
             shm = {"/dev/shm": landlock.OWN} if "shm" in cut else {}
             cut += landlock.restrict(libc, {**grants, **shm}, network=network)
+        cut += seccomp.restrict(libc, network=network)
     _end_at_cpu_limit(libc)
     _limit(memory_bytes, count_tasks=own_user)
     return cut

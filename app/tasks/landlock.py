@@ -27,14 +27,21 @@ _TCP_SINCE, _SCOPES_SINCE = 4, 6
 _OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
 USE = _EXECUTE | _READ | _READ_DIR
 """Read files, list folders, run programs."""
-LIST = _READ_DIR
 OWN = _ALL[_NEWEST]
 """Everything."""
 DEVICE = _READ | _WRITE | _TRUNCATE
 SYSTEM = (
-    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc", "/nix/store", "/proc", "/sys", "/opt/conda",
+    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/proc", "/sys", "/opt/conda",
     "/run/systemd/resolve", "/run/resolvconf", "/var/lib/ca-certificates",
+    *(f"/etc/{name}" for name in (
+        "alternatives", "ca-certificates", "ca-certificates.conf", "crypto-policies", "fonts", "gai.conf", "group",
+        "host.conf", "hostname", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "locale.conf",
+        "localtime", "machine-id", "mime.types", "networks", "nsswitch.conf", "os-release", "passwd", "pki/ca-trust",
+        "pki/tls/certs", "pki/tls/cert.pem", "pki/tls/openssl.cnf", "protocols", "resolv.conf", "services", "ssl/certs",
+        "ssl/cert.pem", "ssl/openssl.cnf", "static", "timezone",
+    )),
 )  # fmt: skip
+"""Of /etc only what programs look up: it also holds keys and passwords, which a service of root could read."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
@@ -91,7 +98,6 @@ def grants(own: str, code: str, readable: Iterable[str]) -> dict[str, int]:
     """What a task needs: its own folder, Python and what is installed for it, the system's libraries, our code in
     `code`/app, and `readable` besides."""
     found = dict.fromkeys((*SYSTEM, *python_folders(), f"{code}/app", f"{code}/providers", *readable), USE)
-    found.setdefault(code, LIST)
     found |= dict.fromkeys(DEVICES, DEVICE)
     return {**found, own: OWN}
 
@@ -103,5 +109,7 @@ def python_folders() -> list[str]:
     found |= {path for path in sys.path[1:] if path.startswith("/")}
     for name, module in list(sys.modules.items()):
         if name.startswith("__editable__"):
-            found |= {str(place) for place in getattr(module, "MAPPING", {}).values()}
+            places = [str(place) for place in getattr(module, "MAPPING", {}).values()]
+            # A module that is one file stands there without its suffix.
+            found |= {*places, *(f"{place}.py" for place in places)}
     return sorted(found - {"/"})

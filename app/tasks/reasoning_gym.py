@@ -23,6 +23,7 @@ __all__ = ["ReasoningGymTask", "is_heldout"]
 
 DEFAULT_SIZE = 20_000
 MAX_SIZE = 10_000_000
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 
 
 class _Dataset(Protocol):
@@ -76,9 +77,19 @@ class ReasoningGymTask:
         return self._prompt("heldout", index)
 
     def reward(self, prompt: Prompt, completion_text: str) -> float:
-        """1.0 for a right answer, else 0.0. The package's partial credit for a contained answer is not a reward."""
+        """1.0 for a right answer, else 0.0. The package's partial credit for a contained answer is not a reward.
+
+        Raises what the package raises where it can't score a right answer either.
+        """
         with self._lock:
-            return 1.0 if self._dataset.score_answer(completion_text, prompt.entry) >= 1.0 else 0.0
+            try:
+                score = self._dataset.score_answer(completion_text, prompt.entry)
+            except _UNREADABLE:
+                # Some of its scorers stumble over texts that are no answer. One that is broken does so over any.
+                right = prompt.entry["answer"]
+                self._dataset.score_answer(right if isinstance(right, str) else "", prompt.entry)
+                return 0.0
+            return 1.0 if score >= 1.0 else 0.0
 
     def _count(self, split: Literal["train", "heldout"]) -> int:
         with self._lock:

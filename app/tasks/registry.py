@@ -12,6 +12,7 @@ from app.protocol.task_spec import TaskSpec
 from app.tasks.base import Task
 from app.tasks.build import build
 from app.tasks.names import BUILTIN, is_plugin
+from app.tasks.plain import PLAIN
 from app.tasks.sandbox import SandboxTask, open_sandboxed
 
 TASKS: tuple[str, ...] = BUILTIN
@@ -19,12 +20,22 @@ TASKS: tuple[str, ...] = BUILTIN
 
 
 def is_sandboxed(spec: TaskSpec) -> bool:
-    """Whether the task runs in processes of its own: plug-ins, what may hang, and by `limits.builtin` all others.
+    """Whether the task runs in processes of its own: plug-ins, what may hang or run what an answer says, and by
+    `limits.builtin` all others.
 
     Raises BadInput for an unknown name.
     """
-    hangs = spec.name == "verifiers" or (spec.name == "jsonl" and spec.params.get("scorer") == "math")
-    return is_plugin(spec) or hangs or spec.limits.builtin
+    return is_plugin(spec) or _reads_answers(spec) or spec.limits.builtin
+
+
+def _reads_answers(spec: TaskSpec) -> bool:
+    """Whether more is done with an answer than to compare it."""
+    match spec.name:
+        case "reasoning_gym":
+            return isinstance(spec.params.get("dataset"), str) and spec.params["dataset"] not in PLAIN
+        case "jsonl":
+            return spec.params.get("scorer") == "math"
+    return spec.name == "verifiers"
 
 
 def load_task(spec: TaskSpec, seed: int, folder: Path | None = None) -> Task:

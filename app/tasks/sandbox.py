@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 4
 """Of a task that says nothing about it."""
-CUT_OFF = ("network", "processes", "proc", "shm", "files", "tcp", "signals")
+CUT_OFF = ("network", "processes", "proc", "shm", "files", "tcp", "signals", "calls")
 MAX_SIZE = 1 << 40
 QUEUE_SHARE = 4.0
 """A call waits for a free process as long as this many calls may take."""
@@ -49,7 +49,7 @@ def open_sandboxed(spec: TaskSpec, seed: int, folder: Path | None = None) -> San
 def reached(cut_off: Sequence[str], *, network: bool) -> list[str]:
     """In words, what a task can reach that it should not, given what it is cut off from."""
     found = {
-        "the network": network or "network" in cut_off,
+        "the network": network or "network" in cut_off or "calls" in cut_off,
         "what other processes are": "processes" in cut_off or "signals" in cut_off,
         "shared memory of others": "shm" in cut_off or "files" in cut_off,
         "the user's files": "files" in cut_off,

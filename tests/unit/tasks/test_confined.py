@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,19 @@ from app.tasks.registry import load_task
 from app.tasks.sandbox import SandboxTask, reached
 
 SOURCE = """
-import mmap, multiprocessing, os, signal, socket, time
+import concurrent.futures, ctypes, errno, mmap, multiprocessing, os, signal, socket, subprocess, time
 from app.tasks.base import Prompt
+
+def kernel(name):
+    libc = ctypes.CDLL(None, use_errno=True)
+    answers = {
+        "unshare": lambda: libc.unshare(0x10000000),
+        "mount": lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None),
+        "trace": lambda: libc.ptrace(0, 0, None, None),
+        "memfd": lambda: libc.memfd_create(b"x", 0),
+        "segment": lambda: libc.shmget(0, 4096, 0o1600),
+    }
+    return f"{answers[name]()} {errno.errorcode.get(ctypes.get_errno())}"
 
 class Bad:
     name, train_size, heldout_size = "bad", 1, 1
@@ -41,7 +53,7 @@ class Bad:
 
     def reward(self, prompt, text):
         what, _, path = text.partition(" ")
-        if what == "read": return float(len(open(path).read()))
+        if what == "read": return float(len(open(path, "rb").read()))
         if what == "write": open(path, "w").write("x")
         if what == "list": return float(len(os.listdir(path)))
         if what == "here": raise RuntimeError(os.getcwd())
@@ -69,6 +81,15 @@ class Bad:
                 for _ in range(100): file.write(bytes(1 << 20))
         if what == "kill": os.kill(os.getppid(), signal.SIGKILL)
         if what == "spy": return float(len(open(f"/proc/{os.getppid()}/environ").read()))
+        if what == "kernel": raise RuntimeError(kernel(path))
+        if what == "threads":
+            with concurrent.futures.ThreadPoolExecutor(3) as pool: list(pool.map(time.sleep, [0.01] * 9))
+            subprocess.run(["true"], check=True)
+            ours, other = multiprocessing.Pipe()
+            multiprocessing.get_context("fork").Process(target=other.send, args=(3.0,)).start()
+            return ours.recv()
+        if what == "talk": socket.socket(socket.AF_UNIX).connect(path)
+        if what == "datagram": socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", int(path)))
         if what == "dial": socket.create_connection(("127.0.0.1", int(path)), 2)
         if what == "leave":
             if not os.fork():
@@ -122,10 +143,26 @@ def test_the_users_files_are_out_of_reach(task: SandboxTask, tmp_path: Path):
     needs(task, "files")
     secret = tmp_path / "secret"
     secret.write_text("token")
-    for text in (f"read {secret}", f"write {secret}", f"write {tmp_path}/new", f"list {tmp_path}", "list /root"):
+    reads = (f"read {secret}", f"list {tmp_path}", f"list {Path(__file__).parents[3]}", "list /root")
+    for text in (*reads, f"write {secret}", f"write {tmp_path}/new"):
         with pytest.raises(TaskFailed, match="Permission denied"):
             asked(task, text)
     assert secret.read_text() == "token"
+
+
+@pytest.mark.parametrize("path", ["/etc/shadow", "/etc/gshadow", "/etc/ssl/private", "/etc/ssh", "/etc/sudoers"])
+def test_what_is_secret_of_the_system_is_out_of_reach(task: SandboxTask, path: str):
+    needs(task, "files")
+    if not os.path.exists(path):
+        pytest.skip(f"this machine has no {path}")
+    with pytest.raises(TaskFailed, match="Permission denied"):
+        asked(task, f"{'list' if os.path.isdir(path) else 'read'} {path}")
+
+
+def test_what_programs_look_up_is_there(task: SandboxTask):
+    for path in ("/etc/passwd", "/etc/hosts", "/etc/ld.so.cache"):
+        if os.path.exists(path):
+            assert asked(task, f"read {path}") > 0 or os.path.getsize(path) == 0
 
 
 def test_its_own_folder_and_source_and_what_python_needs_are_there(task: SandboxTask, folder: Path):
@@ -225,6 +262,8 @@ def test_it_can_not_end_or_read_who_watches_it(task: SandboxTask):
 def test_it_is_cut_off_as_far_as_the_kernel_can(task: SandboxTask):
     known = landlock.version(ctypes.CDLL(None))
     wanted = {word for word, since in (("files", 1), ("tcp", 4), ("signals", 6)) if known >= since}
+    if "Seccomp:" in Path("/proc/self/status").read_text() and os.uname().machine in ("x86_64", "aarch64"):
+        wanted.add("calls")
     assert wanted <= set(task.cut_off)
 
 
@@ -233,6 +272,38 @@ def test_no_port_is_reached(task: SandboxTask):
         pytest.skip("this kernel can't keep it from that")
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(TaskFailed, match=r"denied|unreach|refused"):
         asked(task, f"dial {server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [("unshare", "EPERM"), ("mount", "EPERM"), ("trace", "EPERM"), ("memfd", "ENOSYS"), ("segment", "ENOSYS")],
+)
+def test_calls_that_no_task_needs_are_refused(task: SandboxTask, name: str, answer: str):
+    needs(task, "calls")
+    with pytest.raises(TaskFailed, match=f"-1 {answer}"):
+        asked(task, f"kernel {name}")
+
+
+def test_threads_and_programs_are_not(task: SandboxTask):
+    assert asked(task, "threads") == 3
+
+
+def test_no_socket_is_made_without_the_network(task: SandboxTask, tmp_path: Path, folder: Path):
+    """Neither a datagram nor a service's socket in the file system, which the kernel's other means let through."""
+    needs(task, "calls")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as heard, socket.socket(socket.AF_UNIX) as service:
+        heard.bind(("127.0.0.1", 0))
+        heard.settimeout(10)
+        service.bind(str(tmp_path / "s"))
+        service.listen()
+        port = heard.getsockname()[1]
+        for text in (f"datagram {port}", f"talk {tmp_path / 's'}"):
+            with pytest.raises(TaskFailed, match="Permission denied"):
+                asked(task, text)
+        granted = opened(folder, network=True)
+        assert asked(granted, f"datagram {port}") == 1
+        assert heard.recv(10) == b"x"
+        granted.close()
 
 
 def test_who_left_its_session_and_lost_its_parent_ends_all_the_same(task: SandboxTask, tmp_path: Path):
@@ -286,6 +357,13 @@ def test_what_python_reads_is_no_whole_disk():
     assert os.path.dirname(os.path.dirname(os.__file__)) in {*found, *(os.path.dirname(path) for path in found)}
 
 
+def test_a_module_of_one_file_that_is_installed_in_place_can_be_read(monkeypatch: pytest.MonkeyPatch):
+    finder = types.ModuleType("__editable___rows_finder")
+    finder.MAPPING = {"rows": "/src/rows", "games": "/src/games"}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, finder.__name__, finder)
+    assert {"/src/rows.py", "/src/games"} <= set(landlock.python_folders())
+
+
 def test_a_kernel_without_landlock_restricts_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(landlock, "version", lambda libc: 0)
     assert landlock.restrict(ctypes.CDLL(None), {"/": 0}, network=False) == []
@@ -298,6 +376,7 @@ def test_a_kernel_without_landlock_restricts_nothing(monkeypatch: pytest.MonkeyP
         (["network", "processes", "proc", "shm"], False, ["the user's files"]),
         (["files", "tcp", "signals"], False, ["the network"]),
         (["files", "tcp", "signals"], True, []),
+        (["files", "tcp", "signals", "calls"], False, []),
         (["files"], True, ["what other processes are"]),
         (
             [],

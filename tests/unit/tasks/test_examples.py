@@ -13,6 +13,7 @@ from app.protocol.task_spec import TaskLimits, TaskSpec
 from app.storage.stores import FolderStore
 from app.tasks.base import is_multi_turn
 from app.tasks.files import TaskIntake, fetch_files
+from app.tasks.plain import PLAIN
 from app.tasks.registry import load_task
 from app.tasks.sandbox import SandboxTask
 
@@ -73,3 +74,7 @@ def test_the_table_of_limits_is_the_limits():
 def test_the_page_s_numbers_of_deals():
     task = load_task(TaskSpec(name="poker"), 0)
     assert f"{task.train_size:,} to train on, {task.heldout_size} held out" in PAGE
+
+
+def test_the_page_s_number_of_datasets_whose_answers_are_only_compared():
+    assert f"for {len(PLAIN)} datasets an answer is compared as a text" in PAGE

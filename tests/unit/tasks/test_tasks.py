@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from app.protocol.errors import BadInput
+from app.protocol.errors import BadInput, TaskFailed
 from app.protocol.task_spec import TaskSpec
-from app.tasks.reasoning_gym import is_heldout
+from app.tasks.base import Prompt
+from app.tasks.plain import PLAIN
+from app.tasks.reasoning_gym import ReasoningGymTask, is_heldout
 from app.tasks.registry import TASKS, load_task
+from app.tasks.sandbox import SandboxTask
 
 SPELL = {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5}
 
@@ -100,3 +104,37 @@ def test_tasks_load_without_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_datasets_that_are_scored_here_only_compare_texts():
+    """Others of the package read an answer as Python."""
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS
+
+    own = {name for name in PLAIN if DATASETS[name][0].score_answer is not ProceduralDataset.score_answer}
+    assert own == {"spell_backward"}
+    task = spell()
+    assert {task.reward(task.train(0), text) for text in ("__import__('os')", "9**9**9**9", "(", "")} == {0.0}
+
+
+def test_an_answer_that_is_code_runs_in_the_sandbox_at_most(tmp_path: Path):
+    mark = tmp_path / "mark"
+    params = {"dataset": "countdown", "size": 20}
+    spec = TaskSpec(name="reasoning_gym", params=params, limits={"processes": 1, "timeout_s": 4})
+    task = load_task(spec, 0)
+    assert isinstance(task, SandboxTask)
+    prompt = task.train(0)
+    assert task.reward(prompt, f"__import__('os').system('touch {mark}')") == 0.0
+    assert mark.exists() is ("files" not in task.cut_off)
+    with pytest.raises(TaskFailed, match="longer than 4 s"):
+        task.reward(prompt, "9**9**9**9")
+    task.close()
+
+
+def test_what_the_package_can_not_read_is_no_right_answer():
+    """Its scorer raises for a text that is no number."""
+    task = ReasoningGymTask.from_params({"dataset": "prime_factorization", "size": 20}, 0)
+    prompt = task.train(0)
+    assert [task.reward(prompt, text) for text in (prompt.entry["answer"], "x", "[", "")] == [1.0, 0.0, 0.0, 0.0]
+    with pytest.raises(KeyError):
+        task.reward(Prompt(0, prompt.text, {"question": prompt.text}), "2")

@@ -1,7 +1,7 @@
 """The few calls of `verifiers.v1` (0.4.0) that our adapter and the environments beside this file make.
 
-The package itself brings a hundred others. What this one does was held against it: the tests that use it pass with the
-package installed as well, which `install` then leaves alone.
+The package itself brings a hundred others. What this one does is held against it: `make test-extras` runs the tests
+that use it with the package installed, which `install` then leaves alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ class _Config(BaseModel):
 
 
 class AgentConfig(_Config):
-    pass
+    harness: Any = None
+    max_turns: int | None = None
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    max_total_tokens: int | None = None
 
 
 class TaskConfig(_Config):
@@ -43,6 +47,9 @@ class EnvConfig(_Config):
     def env_id(self) -> str:
         return f"{self.id}+{self.taskset.id}" if self.id else str(self.taskset.id)
 
+    def agent_harnesses(self) -> dict[str, Any]:
+        return {name: types.SimpleNamespace(id="bash") for name in agent_config_fields(self)}
+
 
 class State(BaseModel):
     pass
@@ -53,17 +60,24 @@ class TaskData(BaseModel):
     idx: int | None = None
     prompt: Any = None
     system_prompt: str | None = None
+    image: str | None = None
+    agent_user: str | None = None
+    skills: list[Any] = []
+    artifacts: list[Any] = []
 
 
 class SystemMessage(BaseModel):
+    role: str = "system"
     content: str
 
 
 class UserMessage(BaseModel):
+    role: str = "user"
     content: str
 
 
 class AssistantMessage(BaseModel):
+    role: str = "assistant"
     content: str
 
 
@@ -91,6 +105,8 @@ class TraceTask(BaseModel):
 
 class AgentInfo(BaseModel):
     config: AgentConfig
+    name: str = "agent"
+    trainable: bool = True
 
 
 class EnvInfo(BaseModel):
@@ -107,7 +123,9 @@ class Trace(BaseModel):
     agent: AgentInfo
     nodes: list[MessageNode] = Field(default_factory=list)
     rewards: dict[str, Reward | None] = Field(default_factory=dict)
+    state: State = Field(default_factory=State)
     stop_condition: str | None = None
+    ok: bool = False
 
     @property
     def reward(self) -> float:
@@ -127,6 +145,19 @@ class Trace(BaseModel):
 
     def stop(self, condition: str) -> None:
         self.stop_condition = self.stop_condition or condition
+
+
+class RolloutLimits(BaseModel):
+    max_turns: int | None = None
+
+
+class RolloutSession:
+    def __init__(self, ctx: Any, trace: Trace, trace_stops: Sequence[Any], limits: RolloutLimits) -> None:
+        self._trace, self._limits = trace, limits
+
+    async def refused(self) -> str | None:
+        most = self._limits.max_turns
+        return "max_turns" if most is not None and self._trace.num_turns >= most else None
 
 
 class Episode(BaseModel):
@@ -192,6 +223,10 @@ class Env(Generic[A]):
         module = _module(config.taskset.id)
         self.config, self.taskset = config, _class(module, Taskset)(config.taskset)
 
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
     async def setup(self, agents: Any) -> None: ...
 
     async def finalize(self, task: Any, episode: Any) -> None: ...
@@ -208,6 +243,14 @@ class SingleAgentEnv(Env[SingleAgentEnvConfig]):
 
 def agent_config_fields(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config if isinstance(value, AgentConfig)}
+
+
+def state_cls(kind: type) -> type[State]:
+    return State
+
+
+def discover_decorated(task: Any, attribute: str) -> list[Any]:
+    return []
 
 
 def content_text(content: Any) -> str:
@@ -252,5 +295,5 @@ def install() -> None:
     package = types.ModuleType("verifiers")
     package.v1 = here  # type: ignore[attr-defined]
     sys.modules.update({"verifiers": package, "verifiers.v1": here})
-    for name in ("utils.loaders", "configs.agent", "trace", "types"):
+    for name in ("utils.loaders", "utils.decorators", "configs.agent", "session", "state", "trace", "types"):
         sys.modules[f"verifiers.v1.{name}"] = here
