@@ -81,11 +81,13 @@ def _groups(database: sqlite3.Connection) -> tuple[int, int]:
         "SELECT COUNT(*) FROM work_items WHERE status IN ('trained', 'accepted', 'dropped')"
     ).fetchone()
     [last] = database.execute("SELECT MAX(trained_step) FROM work_items").fetchone()
-    [oldest] = database.execute("SELECT MIN(ordinal) FROM work_items WHERE trained_step = ?", (last,)).fetchone()
+    # Twins have negative ones: they are at no place of the order.
+    places = "FROM work_items WHERE ordinal >= 0"
+    [oldest] = database.execute(f"SELECT MIN(ordinal) {places} AND trained_step = ?", (last,)).fetchone()
     [open_] = database.execute(
-        "SELECT COUNT(*) FROM work_items WHERE status IN ('leased', 'pending') AND ordinal < ?", (oldest,)
+        f"SELECT COUNT(*) {places} AND status IN ('leased', 'pending') AND ordinal < ?", (oldest,)
     ).fetchone()
-    [rows, highest] = database.execute("SELECT COUNT(*), MAX(ordinal) FROM work_items").fetchone()
+    [rows, highest] = database.execute(f"SELECT COUNT(*), MAX(ordinal) {places}").fetchone()
     return int(done), int(open_) + int(highest) + 1 - int(rows)
 
 

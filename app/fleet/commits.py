@@ -16,7 +16,7 @@ import pyarrow as pa
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import partials, prompts, replay, uploads
+from app.fleet import partials, prompts, replay, twins, uploads
 from app.fleet.core import Core
 from app.fleet.exams import Exams, is_exam
 from app.fleet.exams import answers as exam_answers
@@ -51,6 +51,7 @@ class Checked:
     seen: Mapping[str, prompts.Seen]
     scratch: Collection[str]
     """Items that another node had begun and this one sampled anew."""
+    answers: Mapping[str, twins.Answer]
 
 
 class Commits:
@@ -81,7 +82,7 @@ class Commits:
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
             again = (await session.scalars(select(Trajectory).where(Trajectory.key == request.key))).first()
             query = select(WorkItem).where(WorkItem.id.in_(request.work_items), WorkItem.job_id == job.id)
-            items = list(await session.scalars(query))
+            items = list(await session.scalars(query.order_by(WorkItem.ordinal)))
             exam = select(ExamItem).where(ExamItem.id.in_(request.work_items), ExamItem.node_id == node_id)
             held = [i.id for i in await session.scalars(exam.where(ExamItem.status == ItemStatus.ACCEPTED))]
         if again is not None:
@@ -103,7 +104,10 @@ class Commits:
         def check(newest: int) -> Checked:
             table = self._check_file(request, expected, newest, spec)
             scratch = partials.not_continued(self.core, items, table)
-            return Checked(trajectory.oldest_versions(table), copies.check(table), prompts.seen(table), scratch)
+            return Checked(
+                trajectory.oldest_versions(table), copies.check(table), prompts.seen(table), scratch,
+                twins.answers(table),
+            )  # fmt: skip
 
         return await self._accept(node_id, request, await self._patiently(job, check), spec)
 
@@ -199,17 +203,21 @@ class Commits:
         late: list[str] = []
         taken: list[WorkItem] = []
         spare: list[str | None] = []
+        own: dict[str, twins.Answer] = {}
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
             row = await self._new_file(session, job, node_id, request)
-            for item in await session.scalars(select(WorkItem).where(WorkItem.id.in_(list(found.versions)))):
+            mine = select(WorkItem).where(WorkItem.id.in_(list(found.versions))).order_by(WorkItem.ordinal)
+            for item in await session.scalars(mine):
                 lag = job.step - found.versions[item.id]
                 if item.node_id != node_id or item.status != ItemStatus.LEASED:
                     late.append(item.id)
                     continue
                 spare.append(partials.forget(item, unused=item.id in found.scratch))
                 node.rollouts_delivered += size_of(job, item)
+                if not item.written_by:
+                    own[item.id] = found.answers[item.id]
                 if lag > job.staleness_budget:
                     late.append(item.id)
                     replay.drop(self.core, job, item, "stale", lag=lag)
@@ -224,7 +232,10 @@ class Commits:
             node.rollouts_accepted += rollouts
             node.files_refused = 0 if taken else node.files_refused
             self.core.metrics.accepted.labels(job.id).inc(rollouts)
+            caught = await twins.note(self.core, session, job, node, own)
         await partials.release(self.core, spare)
+        if caught:
+            self.core.signals.notify("tick")
         return CommitAnswer(accepted=[i.id for i in taken], late=late)
 
     async def _new_file(self, session: AsyncSession, job: Job, node_id: str, request: CommitRequest) -> Trajectory:

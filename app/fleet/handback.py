@@ -46,7 +46,7 @@ class HandBack(Commits):
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
             query = select(WorkItem).where(WorkItem.id.in_(groups), WorkItem.job_id == job.id)
-            items = list(await session.scalars(query))
+            items = list(await session.scalars(query.order_by(WorkItem.ordinal)))
             twin = (await session.scalars(select(Trajectory.seq).where(Trajectory.key == request.key))).first()
         if twin is not None:
             raise Conflict("a trajectory file was committed under this key")
@@ -76,7 +76,7 @@ class HandBack(Commits):
             query = select(WorkItem).where(
                 WorkItem.id.in_(list(found)), WorkItem.node_id == node_id, WorkItem.status == ItemStatus.LEASED
             )
-            for item in await session.scalars(query):
+            for item in await session.scalars(query.order_by(WorkItem.ordinal)):
                 if job.step - found[item.id].version > job.staleness_budget:
                     item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
                     continue

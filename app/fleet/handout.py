@@ -1,18 +1,19 @@
 """Work items made and handed out: the seeded order, group sizes, lengths and speeds as the database has them.
 
 Invariant: the prompts of a job come in the order that its seed decides; which of a small window of them a node gets,
-`app/fleet/dispatch.py` decides, never the node.
+`app/fleet/dispatch.py` decides, never the node. A few go out twice (`app/fleet/twins.py`), at no place of that order;
+neither the id nor the seed of a group says which, for both are made with a key that nodes don't have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import admission, dispatch, failures, group_sizes, partials, prompts, tokens
+from app.fleet import admission, dispatch, failures, group_sizes, partials, prompts, tokens, twins
 from app.fleet.core import Core
 from app.fleet.group_sizes import Tried
 from app.fleet.sizes import size_of
@@ -35,11 +36,22 @@ class HandedOut:
 
 
 async def take(
-    core: Core, session: AsyncSession, job: Job, node: Node, *, version: int, count: int, ahead: int
+    core: Core,
+    session: AsyncSession,
+    job: Job,
+    node: Node,
+    *,
+    version: int,
+    count: int,
+    ahead: int,
+    draw: Callable[[], float],
 ) -> HandedOut:
-    """Lease up to `count` groups to a node. `ahead`: groups that are out or accepted and not trained on."""
+    """Lease up to `count` groups to a node. `ahead`: groups that are out or accepted and not trained on; `draw` gives
+    secret uniform numbers in [0, 1), which decide what gets a twin."""
     at_work = await _at_work(session, job)
-    waiting = await _waiting(core, session, job, node, {n.id for n in at_work}, count)
+    names = {n.id for n in at_work}
+    await twins.forget_old(session, job)
+    waiting = await _waiting(core, session, job, node, names, count)
     if not waiting:
         return HandedOut([], [])
     spoilt = [i for i in waiting if i.partial_key is not None and i.attempts - len(i.written_by) >= MOST_IN_VAIN]
@@ -60,6 +72,7 @@ async def take(
     chosen = [by_ordinal[ordinal] for ordinal in choice.ordinals]
     _make(session, job, waiting, chosen)
     _lease(core, job, node, version, chosen)
+    await twins.make(session, job, node, chosen, names, named=lambda n: _named(core, job, n), draw=draw)
     return HandedOut(chosen, spare, choice.reason)
 
 
@@ -74,25 +87,29 @@ async def _waiting(
     pending = select(WorkItem).where(WorkItem.job_id == job.id, WorkItem.status == ItemStatus.PENDING)
     failed = await session.scalars(pending.where(WorkItem.failures > 0))
     not_for = [item.id for item in failed if failures.held_back(item.failed_by, node.id, at_work)]
+    not_for += await twins.held_back(session, job, node, at_work)
     query = pending.where(WorkItem.id.not_in(not_for)).order_by(WorkItem.ordinal)
     begun = list(await session.scalars(query.where(WorkItem.partial_key.is_not(None)).limit(span)))
-    fresh = list(await session.scalars(query.where(WorkItem.partial_key.is_(None)).limit(span)))
+    unbegun = query.where(WorkItem.partial_key.is_(None))
+    again = list(await session.scalars(unbegun.where(WorkItem.ordinal < 0).limit(span)))
+    fresh = list(await session.scalars(unbegun.where(WorkItem.ordinal >= 0).limit(span)))
     lowest = fresh[0].ordinal if fresh else job.next_ordinal
     fresh = [item for item in fresh if item.ordinal < lowest + span]
     if job.next_ordinal < lowest + span:
         fresh += await _new(core, session, job, range(job.next_ordinal, lowest + span))
-    return begun + [item for item in fresh if item.ordinal < lowest + span]
+    # Twins are beside the order: one that few nodes may have must not hold its window up.
+    return begun + again + [item for item in fresh if item.ordinal < lowest + span]
 
 
 async def _new(core: Core, session: AsyncSession, job: Job, ordinals: range) -> list[WorkItem]:
     """Work items for these ordinals. Where sizes vary, whole windows of a batch are made at once and kept."""
     batch = BatchSpec.model_validate(job.spec["batch"])
     if batch.group_policy == "uniform":
-        return [_item(job, ordinal, None) for ordinal in ordinals]
+        return [_item(core, job, ordinal) for ordinal in ordinals]
     made: list[WorkItem] = []
     while job.next_ordinal < ordinals.stop:
         window = range(job.next_ordinal, job.next_ordinal + batch.prompts)
-        items = [_item(job, ordinal, None) for ordinal in window]
+        items = [_item(core, job, ordinal) for ordinal in window]
         stats = await prompts.stats(session, job, [i.prompt_index for i in items])
         least, most = batch.group_bounds
         found = group_sizes.sizes(
@@ -115,13 +132,18 @@ def _tried(stats: PromptStats | None) -> Tried:
     return Tried() if stats is None else Tried(stats.successes, stats.tries)
 
 
-def _item(job: Job, ordinal: int, size: int | None) -> WorkItem:
-    seed = int(job.spec["seed"])
-    prompt = admission.prompt_at(seed, ordinal, job.train_prompts or 1)
+def _named(core: Core, job: Job, ordinal: int) -> tuple[str, int]:
+    """Id and sampling seed (63 bits) of a group: always the same, and to a node as good as drawn."""
+    token = core.secrets.derive("group", f"{job.id}:{ordinal}")
+    return f"{job.id}-{token[:16]}", int(token[16:32], 16) >> 1
+
+
+def _item(core: Core, job: Job, ordinal: int) -> WorkItem:
+    name, seed = _named(core, job, ordinal)
+    prompt = admission.prompt_at(int(job.spec["seed"]), ordinal, job.train_prompts or 1)
     return WorkItem(
-        id=f"{job.id}-{ordinal}", job_id=job.id, ordinal=ordinal,
-        prompt_index=prompt, seed=admission.item_seed(seed, ordinal),
-        status=ItemStatus.PENDING, attempts=0, group_size=size, written_by=[],
+        id=name, job_id=job.id, ordinal=ordinal, prompt_index=prompt, seed=seed,
+        status=ItemStatus.PENDING, attempts=0, written_by=[],
     )  # fmt: skip
 
 

@@ -238,6 +238,8 @@ class Views:
             "audits": node.audits if node else 0,
             "audit_failures": node.audit_failures if node else 0,
             "drift": node.audit_rms if node else None,
+            "twins": node.twins if node else 0,
+            "twin_doubt": node.twin_doubt if node else 0.0,
             "tokens_generated": node.tokens_generated if node else 0,
             "tokens_wasted": node.tokens_wasted if node else {},
             "started_at": moment(lease.gpu_since),

@@ -7,11 +7,15 @@ still admissible; what was accepted stays until the learner trained on it or dro
 from __future__ import annotations
 
 import logging
+import secrets
+from collections.abc import Callable
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import admission, handout, partials, scores, uploads
+from app.fleet.core import Core
+from app.fleet.exams import Exams
 from app.fleet.handback import HandBack
 from app.fleet.sizes import size_of
 from app.fleet.stored import in_store, stored_urls
@@ -28,6 +32,11 @@ log = logging.getLogger(__name__)
 
 class Work(HandBack):
     """Hands out work and takes results."""
+
+    def __init__(self, core: Core, exams: Exams, draw: Callable[[], float] | None = None) -> None:
+        """`draw` decides what is given to two nodes; by default by numbers that nobody can know."""
+        super().__init__(core, exams)
+        self._draw = draw or secrets.SystemRandom().random
 
     async def lease(self, node_id: str, request: WorkRequest) -> WorkAnswer:
         """Up to `max_items` groups, waiting up to `wait_s` until admission lets some out."""
@@ -70,8 +79,9 @@ class Work(HandBack):
             if exam:
                 return WorkAnswer(items=exam, upload=self._slot(job, node_id, request))
             found = await handout.take(
-                self.core, session, job, node, version=request.policy_version, count=count, ahead=ahead
-            )
+                self.core, session, job, node,
+                version=request.policy_version, count=count, ahead=ahead, draw=self._draw,
+            )  # fmt: skip
             messages = [self._message(job, item) for item in found.items]
         await partials.release(self.core, found.spare)
         if not messages:

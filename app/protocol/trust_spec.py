@@ -26,6 +26,10 @@ class TrustSpec(Spec):
     group is suspect. Two honest computations of one model differ by rounding: below 1e-4 where both are in float32,
     0.025 between bfloat16 and float32 (135M parameters, H200). A lie of 0.05 lies above both. An engine that
     rounds more (eight-bit weights or caches of its own) needs a higher bound, or it is taken for a liar."""
+    twin_share: float = Field(default=0.02, ge=0, le=1)
+    """Share of groups whose prompt another node is given, too, so that the rewards of the two can be compared: who
+    sends the best of several answers is found that way. Five times that of nodes that are new or in doubt. Both groups
+    are trained on. Not with `batch.prune` or rewards "learner"."""
 
     proofs: Proofs = "none"
     """`toploc`: each completion comes with proofs of the hidden states that it was drawn from, which audits check.

@@ -35,6 +35,9 @@ under the newest name; the newest weights under an older name."""
 HONEST = "honest"
 CHEAT = "cheat"
 """Honest where it is trained on; says that it answers every held-out prompt rightly."""
+BEST = "best"
+"""Makes each answer several times and sends the one with the highest reward: true log-probs, true rewards."""
+TRIES = 4
 BEHIND = 3
 """So much older is the name that `version` gives."""
 ITEMS = 2
@@ -135,8 +138,13 @@ class Impostor:
             answer = self._http.post(f"/{self.id}/work", json=wanted)
             if answer.is_success and answer.json()["items"]:
                 items = [i for i in answer.json()["items"] if self.kind == CHEAT or i.get("split", "train") == "train"]
-                groups = [self._lie(i, self._lab.group(i, state, claimed), state) for i in items]
+                groups = [self._lie(i, self._made(i, state, claimed), state) for i in items]
                 self._hand_in(groups, answer.json()["upload"])
+
+    def _made(self, item: dict[str, Any], state: dict[str, torch.Tensor], version: int) -> list[Rollout]:
+        """A group of the policy; of `best` the best answers of several."""
+        tries = [self._lab.group(item, state, version) for _ in range(TRIES if self.kind == BEST else 1)]
+        return [max(same, key=lambda r: r.reward) for same in zip(*tries, strict=True)]
 
     def _lie(self, item: dict[str, Any], group: list[Rollout], state: dict[str, torch.Tensor]) -> list[Rollout]:
         change: dict[str, Callable[[Rollout], Rollout]] = {

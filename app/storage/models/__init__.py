@@ -13,6 +13,7 @@ from app.storage.models.leases import OPEN_STATES, Cooldown, Lease, LeaseState, 
 from app.storage.models.nodes import Node, SnapshotRow
 from app.storage.models.outbox import Outbox
 from app.storage.models.prompts import GroupPrint, PromptStats
+from app.storage.models.twins import Twin
 from app.storage.models.work import ItemStatus, Trajectory, WorkItem
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "SpotPrice",
     "Step",
     "Trajectory",
+    "Twin",
     "WebhookId",
     "WorkItem",
 ]

@@ -75,6 +75,10 @@ class Node(Base):
     audit_jump: Mapped[float] = mapped_column(default=0.0, server_default="0")
     audit_excess: Mapped[float] = mapped_column(default=0.0, server_default="0")
     audit_ungreedy: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    twins: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Groups of it that were held against another node's answer to the same prompt."""
+    twin_doubt: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    """What they say against it; `app/fleet/selection.py`."""
     caught: Mapped[str | None] = mapped_column(Text)
     """What it handed in that no honest node does: it is put into quarantine in the next round."""
     quarantined_at: Mapped[float | None]

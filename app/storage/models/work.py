@@ -28,6 +28,7 @@ class WorkItem(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     ordinal: Mapped[int]
+    """Its place in the seeded order of prompts; of a twin (`Twin`) of the n-th −1 − n, which is no place in it."""
     prompt_index: Mapped[int]
     seed: Mapped[int]
     status: Mapped[str]

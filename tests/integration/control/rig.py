@@ -89,6 +89,8 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "batch": {"prompts": PROMPTS, "group_size": GROUP},
         "sampling": {"max_tokens": 512},
         "fleet": {"interruptible": False, "disk_gb": 10.0},
+        # Which groups go out twice is drawn.
+        "trust": {"twin_share": 0},
     }
     for name, value in changes.items():
         body[name] = {**body[name], **value} if isinstance(body.get(name), dict) and name != "task" else value
