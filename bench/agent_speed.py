@@ -24,7 +24,6 @@ from app.protocol.errors import Unavailable
 from app.protocol.job import SamplingSpec
 from app.protocol.node import Directives, JoinAnswer, JoinRequest
 from app.protocol.task_spec import TaskSpec
-from app.rollout_agent.batch import TextSide
 from app.rollout_agent.bench_model import BenchModel, prepare
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.engines.base import Load
@@ -36,6 +35,7 @@ from app.rollout_agent.faults import Faults
 from app.rollout_agent.hosting import StreamHost
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.stream import StreamWorker
+from app.rollout_agent.text_side import TextSide
 from app.rollout_agent.working import Parts, make_host, make_worker
 from app.tasks.base import Prompt
 from bench.agent_stub import BASE, Stub

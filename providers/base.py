@@ -61,6 +61,18 @@ from providers.errors import (
 from providers.errors import (
     Transient as Transient,
 )
+from providers.told import (
+    Balance as Balance,
+)
+from providers.told import (
+    Charge as Charge,
+)
+from providers.told import (
+    Notice as Notice,
+)
+from providers.told import (
+    PriceIncrease as PriceIncrease,
+)
 
 MICROS_PER_USD = 1_000_000
 HOURS_PER_MONTH = 720
@@ -217,48 +229,6 @@ class RentResult:
     instance_id: str | None = None
     doomed_id: str | None = None
     error: ProviderError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """Money left at the provider."""
-
-    credit_micros: int
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """One line of the provider's own bill."""
-
-    provider: str
-    instance_id: str
-    label: str
-    kind: Literal["gpu", "disk", "download", "upload"]
-    micros: int
-    start: datetime
-    end: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """The provider says that an instance will be taken away."""
-
-    provider: str
-    instance_id: str
-    kind: Literal["interruption", "rebalance"]
-    at: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
-class PriceIncrease:
-    """A host wants more for a machine that we rent. Nothing changes until it is accepted; if it never is, the contract
-    ends at its end."""
-
-    provider: str
-    instance_id: str
-    increase_id: str
-    compute_micros_h: int
-    """Whole machine, without disk and traffic."""
 
 
 @runtime_checkable

@@ -19,9 +19,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import money
 from app.fleet.metrics import Metrics
 from app.fleet.waiting import Waits
+from app.fleet.weights import Told
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.models import Event, Lease, LeaseState
+from app.storage.models import Event, LeaseState
 from app.storage.objects import ObjectStore
 from providers.base import Provider
 
@@ -99,12 +100,14 @@ class Core:
     """GPU model → what was measured by hand over what its data sheet promises."""
     waits: Waits = field(default_factory=Waits)
     """What this process has counted of nodes that wait for work."""
+    weights: Told = field(default_factory=Told)
+    """What engines said of the weights that they hold."""
     told: dict[str, float] = field(default_factory=dict)
     """Lease → when a webhook last told the price of its machine."""
     started_at: float = 0.0
     """When this process began: nobody is lost for silence while nobody listened."""
 
-    def wind_down_s(self, leases: Iterable[Lease]) -> float:
+    def wind_down_s(self, leases: Iterable[money.Costed]) -> float:
         """How long it takes to give these back, those that are over left out: the setting, and what they wait for each
         other where a provider takes destroy calls one by one."""
         open_at = [x.provider for x in leases if LeaseState(x.state).open and x.ended_at is None]

@@ -13,7 +13,8 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import broadcasts, links, model_files, partials, proving, returns, starts, tokens, waiting
-from app.fleet.leases import UNFIT_S, token_hash
+from app.fleet.labels import token_hash
+from app.fleet.leases import UNFIT_S
 from app.fleet.measured import take_node
 from app.fleet.roster import LIES_TOLERATED, LIVE, PRESIGN_MAX_S, Roster
 from app.protocol.errors import Gone, Unauthorized
@@ -205,6 +206,8 @@ class Nodes(Roster):
                     node=node.id,
                 )
             node.state, node.state_since = state, now
+        if differ := self.core.weights.take(node.job_id, node.id, beat.weights):
+            self.core.emit(session, node.job_id, "weights_differ", differ.message, node=node.id, **differ.data)
         if said := waiting.believe(node, beat, passed_s=passed_s, waited_s=self.core.waits.take(node.id)):
             message = f"{lease.gpu_name} says {said:.4g} rollouts/s, and is believed {node.mu_measured:.4g} of them"
             self.core.emit(session, node.job_id, "speed_doubted", message, node=node.id)

@@ -17,12 +17,13 @@ import httpx
 
 from app import __version__
 from app.protocol.errors import EchoError, Gone, Unauthorized, Unavailable
-from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, JoinRequest, Leave
+from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, JoinRequest
 from app.protocol.startup import MachineFacts
 from app.rollout_agent import room
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.config import AgentSettings, RelayAddress, SelfDestruct
 from app.rollout_agent.engines.base import Engine, StreamEngine
+from app.rollout_agent.goodbye import destroy_machine, leave
 from app.rollout_agent.lifecycle import Ending, LeaseWatch, ending_of, join_ending
 from app.rollout_agent.node import Node
 from app.rollout_agent.preemption.board import Board
@@ -34,7 +35,7 @@ from app.rollout_agent.startup import Startup, tell
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0
+STOP_GRACE_S = 5.0
 """After a signal: so long to deliver what is finished, and to hand over what is not."""
 SIGNAL_CUT_S = 0.4
 """After a signal: so long until samples are cut."""
@@ -42,7 +43,6 @@ NOTICE_CUT_S = 10.0
 """After a notice of interruption: it may come 30 seconds ahead."""
 DRAIN_CUT_S = 30.0
 """After the word of the control service: what takes longer is finished elsewhere, by a machine that stays."""
-LEAVE_TIMEOUT_S = 5.0
 TELL_AGAIN_S = 1.0
 """A notice that was not heard is told again so soon: the machine may have 30 seconds."""
 TELL_TIMEOUT_S = 5.0
@@ -276,15 +276,7 @@ class Agent:
         for task in stuck:
             log.warning("%s does not end", task.get_name())
         if ending.reachable:
-            ledger = node.ledger
-            last = Leave(
-                reason=ending.reason[:500],
-                unfinished=ledger.unfinished()[:4096],
-                tokens_generated=ledger.tokens_generated,
-                tokens_wasted=dict(ledger.tokens_wasted),
-                unfit=ending.unfit,
-            )
-            await self._leave(last)
+            await leave(self._client, node.ledger, ending)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await node.close()
@@ -292,27 +284,3 @@ class Agent:
             log.warning("the node's parts did not stop within %g s", CLOSE_TIMEOUT_S)
         if ending.destroy and self._self_destruct is not None:
             await destroy_machine(self._http, self._self_destruct)
-
-    async def _leave(self, leave: Leave) -> None:
-        try:
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await self._client.leave(leave)
-        except (EchoError, TimeoutError) as error:
-            log.warning("leaving was not heard: %s", getattr(error, "detail", "timeout"))
-
-
-async def destroy_machine(http: httpx.AsyncClient, machine: SelfDestruct) -> None:
-    """End the rented machine that this process runs on; it may not live to see the answer."""
-    url = f"{machine.url}/api/v0/instances/{machine.instance}/"
-    log.warning("ending this machine, instance %s", machine.instance)
-    for _ in range(3):
-        try:
-            response = await http.delete(
-                url, headers={"Authorization": f"Bearer {machine.key}"}, timeout=httpx.Timeout(15.0, connect=5.0)
-            )
-        except httpx.HTTPError as error:
-            log.warning("ending the machine failed: %s", type(error).__name__)
-            continue
-        if response.is_success or response.status_code in (404, 410):
-            return
-        log.warning("ending the machine failed: HTTP %d", response.status_code)

@@ -19,10 +19,12 @@ from app.protocol.errors import BadInput, Conflict, EchoError, Gone, Refused, Un
 from app.protocol.node import Report, WasteReason
 from app.protocol.pruning import Prune
 from app.protocol.work import CommitAnswer, UploadSlot
-from app.rollout_agent.batch import Group, Sampled, TextSide, TrajectoryFile, score, to_file
 from app.rollout_agent.client import NodeClient
+from app.rollout_agent.files import TrajectoryFile, to_file
+from app.rollout_agent.groups import Group, Sampled
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.reach import backoff
+from app.rollout_agent.text_side import TextSide, score
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class Delivery:
                 continue
             detail = failed[group.item.id]
             self._ledger.errors["task_error"] += 1
-            self._ledger.waste("task_error", group.tokens)
+            self._ledger.waste("task_error", group.own_tokens)
             log.warning("no reward for work item %s: %s", group.item.id, detail)
             report = Report(
                 kind="task_error", subject=group.item.id, version=group.oldest_version, detail=detail[:1000]
@@ -131,7 +133,7 @@ class Delivery:
                 if self._clock() > last_deadline + HOPELESS_AFTER_S:
                     self._ledger.settled(items)
                     self._ledger.errors["work_lost"] += len(items)
-                    self._waste("refused", groups)
+                    self._ledger.waste("refused", sum(group.own_tokens for group in groups))
                     log.warning("%d finished work items are lost: %s", len(items), error.detail)
                     return
                 await self._sleep(backoff(attempt, self._jitter()))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
+from app.protocol.errors import EchoError
 from app.protocol.job import SamplingSpec
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted
 from app.rollout_agent.joining import join
@@ -90,17 +91,21 @@ class Seat:
 
 
 def play_rounds(
-    generate: Callable[[Sequence[GenRequest]], Sequence[Completion]], seats: Sequence[Seat]
+    generate: Callable[[Sequence[GenRequest]], Sequence[Completion]],
+    seats: Sequence[Seat],
+    known: list[Completion | None] | None = None,
 ) -> list[Completion]:
     """All episodes to their ends, in rounds of one batch each over those that go on; cut ones stay cut.
 
     `generate` gives each completion its spans. Raises what it and the answers raise; after `Interrupted` they are cut.
+    `known` is kept up to date meanwhile, so that whoever catches an error has what may be gone on with: an episode
+    that waits for its answer is there as it was before its newest piece.
     """
     episodes = [seat.episode for seat in seats]
-    running = [i for i, episode in enumerate(episodes) if episode.finish_reason == "stop"]
+    known = known if known is not None else [None] * len(seats)
+    running = _settled(episodes, known, range(len(seats)))
     while running:
-        for i in running:
-            episodes[i] = seats[i].answer(episodes[i])
+        _answer(seats, episodes, known, running)
         running = [i for i in running if episodes[i].finish_reason == "abort"]
         if not running:
             break
@@ -110,8 +115,33 @@ def play_rounds(
             break
         for i, piece in zip(running, pieces, strict=True):
             episodes[i] = join(episodes[i], piece)
-        running = [i for i in running if episodes[i].finish_reason == "stop"]
+        running = _settled(episodes, known, running)
     return episodes
+
+
+def _settled(episodes: Sequence[Completion], known: list[Completion | None], of: Iterable[int]) -> list[int]:
+    """Take note of those that wait for no answer; the others."""
+    waiting = []
+    for i in of:
+        if episodes[i].finish_reason == "stop":
+            waiting.append(i)
+        else:
+            known[i] = episodes[i]
+    return waiting
+
+
+def _answer(
+    seats: Sequence[Seat], episodes: list[Completion], known: list[Completion | None], running: Sequence[int]
+) -> None:
+    """Ask the environment about each. The first error is raised once all have been asked."""
+    failure: EchoError | RuntimeError | None = None
+    for i in running:
+        try:
+            known[i] = episodes[i] = seats[i].answer(episodes[i])
+        except (EchoError, RuntimeError) as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _request(seat: Seat, episode: Completion) -> GenRequest:

@@ -6,7 +6,7 @@ left out. Byte counts are totals since the start and never go back; measured rat
 
 from __future__ import annotations
 
-from app.protocol.node import Heartbeat, Interruption, NodeState
+from app.protocol.node import Heartbeat, Interruption, NodeState, Weights
 from app.protocol.startup import StartProgress
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.flow import FlowMeter
@@ -32,10 +32,12 @@ def describe(
     interruption: Interruption | None,
     start: StartProgress | None = None,
     probe: Rates | None = None,
+    weights: Weights | None = None,
 ) -> Heartbeat:
     """The node at `now` (monotonic seconds). `policy_version`: the engine's. Parts that aren't there yet are None.
 
-    `probe`: the speed that the self-test found, told until there is work to measure.
+    `probe`: the speed that the self-test found, told until there is work to measure. `weights`: what the engine says of
+    those that it has.
     """
     worked = meter.rates if meter is not None else None
     rates = worked or probe
@@ -67,5 +69,6 @@ def describe(
         progress=puller.progress if puller is not None else None,
         errors=dict(ledger.errors),
         start=start,
+        weights=weights,
         interruption=interruption,
     )

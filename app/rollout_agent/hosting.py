@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from app.protocol.errors import IntegrityError, Unavailable
+from app.protocol.errors import EchoError, IntegrityError, Unavailable
+from app.protocol.node import Weights
 from app.rollout_agent.engines.base import Engine, StreamEngine, Tainted
 from app.rollout_agent.installing import NotTaken, put_in_force, put_in_force_live
+from app.rollout_agent.steps import Steps
 from app.snapshots.store import Snapshot
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,7 @@ class Host(Protocol):
         """`load` of the engine, from the node's model folder."""
         ...
 
-    async def install(self, snapshot: Snapshot) -> Tainted | None:
+    async def install(self, snapshot: Snapshot) -> EchoError | None:
         """Put a version in force, as `put_in_force`. The caller keeps the snapshot on the disk meanwhile.
 
         Raises IntegrityError for a version that was refused before.
@@ -86,6 +89,10 @@ class BatchHost(_Keeping):
         self._model = model
         self._pool = pool
 
+    @property
+    def weights(self) -> None:
+        """Nothing: such an engine reads its weights back itself, and holds them against the signed hash."""
+
     async def load(self) -> None:
         """See Host."""
         await asyncio.get_running_loop().run_in_executor(self._pool, self._engine.load, self._model)
@@ -110,26 +117,37 @@ class BatchHost(_Keeping):
 class StreamHost(_Keeping):
     """An engine that samples all the time."""
 
-    def __init__(self, engine: StreamEngine, model: Path) -> None:
+    def __init__(self, engine: StreamEngine, model: Path, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._engine = engine
+        self._steps = Steps(engine, clock)
         self._model = model
         self._swapping = asyncio.Lock()
         self._renewals = 0
         """How often the engine was loaded or took a version: each time it has just shown that it works."""
 
+    @property
+    def weights(self) -> Weights | None:
+        """What the engine says of the weights in force."""
+        return self._engine.weights
+
+    @property
+    def swapping(self) -> bool:
+        """Whether the engine is being loaded or takes a version, and within the time that it may take for that."""
+        return self._steps.under_way
+
     async def load(self) -> None:
         """See Host."""
         async with self._swapping:
-            await self._engine.load(self._model)
+            await self._steps.load(self._model)
             self._renewals += 1
 
-    async def install(self, snapshot: Snapshot) -> Tainted | None:
+    async def install(self, snapshot: Snapshot) -> EchoError | None:
         """While samples run."""
         async with self._swapping:
             try:
                 with self._taking(snapshot) as before:
-                    mended = await put_in_force_live(self._engine, self._model, snapshot, before)
+                    mended = await put_in_force_live(self._steps, self._model, snapshot, before)
             except NotTaken:
                 self._renewals += 1
                 raise
@@ -164,8 +182,8 @@ class StreamHost(_Keeping):
         if snapshot is None:
             raise Unavailable("the engine has no version, and none was in force before")
         log.warning("the engine is loaded again, with version %d", snapshot.version)
-        await self._engine.load(self._model)
-        await self._engine.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
+        await self._steps.load(self._model)
+        await self._steps.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
         self._renewals += 1
 
     def interrupt(self) -> None:

@@ -1,19 +1,39 @@
 """Putting a version in force in the engine.
 
-Invariant: an engine whose weights are not what the learner signed is loaded again before it samples anything. A version
-that fails twice is left for the one before it, whose weights the engine has then.
+Invariant: an engine whose weights are not what the learner signed, or that has died, is loaded again before it samples
+anything. A version that fails twice is left for the one before it, whose weights the engine has then; there is no third
+try.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Protocol
 
-from app.protocol.errors import EchoError, IntegrityError
-from app.rollout_agent.engines.base import Engine, StreamEngine, Tainted
+from app.protocol.errors import EchoError, IntegrityError, Unavailable
+from app.rollout_agent.engines.base import Engine, Tainted
+from app.snapshots.manifest import Manifest
 from app.snapshots.store import Snapshot
 
 log = logging.getLogger(__name__)
+
+
+class Loadable(Protocol):
+    """What of an engine that samples all the time is needed here; see StreamEngine."""
+
+    @property
+    def version(self) -> int | None:
+        """Installed policy version."""
+        ...
+
+    async def load(self, model_dir: Path) -> None:
+        """Prepare, without a version."""
+        ...
+
+    async def install(self, payload: Path, manifest: Manifest, version: int) -> None:
+        """Put a version in force."""
+        ...
 
 
 class NotTaken(IntegrityError):
@@ -56,9 +76,10 @@ def put_in_force(engine: Engine, model: Path, snapshot: Snapshot, before: Snapsh
 
 
 async def put_in_force_live(
-    engine: StreamEngine, model: Path, snapshot: Snapshot, before: Snapshot | None = None
-) -> Tainted | None:
-    """The same for an engine that goes on sampling meanwhile: samples that run are not waited for."""
+    engine: Loadable, model: Path, snapshot: Snapshot, before: Snapshot | None = None
+) -> EchoError | None:
+    """The same for an engine that goes on sampling meanwhile: samples that run are not waited for. One that is found
+    dead, as it may have been for long while there was no work, is treated as if the version had killed it."""
 
     async def install(this: Snapshot) -> None:
         await engine.install(this.payload_path, this.manifest, this.version)
@@ -70,7 +91,9 @@ async def put_in_force_live(
     try:
         await install(snapshot)
         return None
-    except Tainted as error:
+    except EchoError as error:
+        if not isinstance(error, Tainted) and not _dead(engine, before, error):
+            raise
         first = error
     _log_first(snapshot, first)
     try:
@@ -87,7 +110,13 @@ async def put_in_force_live(
     return first
 
 
-def _log_first(snapshot: Snapshot, error: Tainted) -> None:
+def _dead(engine: Loadable, before: Snapshot | None, error: EchoError) -> bool:
+    """Whether an engine that has not taken a version does not live: it had one and has it no more, or it can't be
+    reached at all."""
+    return engine.version is None and (before is not None or isinstance(error, Unavailable))
+
+
+def _log_first(snapshot: Snapshot, error: EchoError) -> None:
     log.error("version %d: %s; loading the engine again", snapshot.version, error.detail)
 
 

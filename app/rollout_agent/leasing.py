@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 
 from app.protocol.errors import Conflict, EchoError, Gone, Unauthorized, Unavailable
 from app.protocol.work import WorkAnswer, WorkRequest
-from app.rollout_agent.batch import Batch
 from app.rollout_agent.client import NodeClient
+from app.rollout_agent.groups import Batch
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.reach import backoff
 

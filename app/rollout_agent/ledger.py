@@ -20,11 +20,19 @@ MAX_FAULTS = 5
 """So many faults in a row, with nothing accepted in between, end the node."""
 
 
+REFUSED = ("refused", "too_large")
+"""Faults of files: from who makes them nobody should go on."""
+
+
 class WorkerFault(EchoError):
-    """The node does more harm than good and must end."""
+    """The node does more harm than good and must end. `kind`: the error that was one too many."""
 
     code = "worker_fault"
     title = "Worker fault"
+
+    def __init__(self, detail: str, *, kind: str = "") -> None:
+        super().__init__(detail)
+        self.kind = kind
 
 
 class WorkLedger:
@@ -98,4 +106,4 @@ class WorkLedger:
         self._faults += 1
         log.warning("%s (%d in a row): %s", kind, self._faults, detail)
         if self._faults >= MAX_FAULTS:
-            raise WorkerFault(f"{self._faults} faults in a row, the last: {kind}: {detail}"[:400])
+            raise WorkerFault(f"{self._faults} faults in a row, the last: {kind}: {detail}"[:400], kind=kind)

@@ -18,7 +18,6 @@ from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, N
 from app.protocol.startup import StartPhase, StartProgress
 from app.rollout_agent import selftest
 from app.rollout_agent.assets import fetch_assets
-from app.rollout_agent.batch import TextSide
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.closing import close_parts
 from app.rollout_agent.config import AgentSettings, RelayAddress
@@ -29,9 +28,11 @@ from app.rollout_agent.hub import Hub
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.measure import Rates
 from app.rollout_agent.proofs import start_proving
+from app.rollout_agent.relaying import start_relay
 from app.rollout_agent.startup import Startup
 from app.rollout_agent.stream import StreamWorker
 from app.rollout_agent.task_side import open_task, score_threads
+from app.rollout_agent.text_side import TextSide
 from app.rollout_agent.watching import watch_of
 from app.rollout_agent.worker import Worker
 from app.rollout_agent.working import Parts, make_host, make_worker
@@ -153,6 +154,7 @@ class Node:
             interruption=interruption,
             start=self._start(),
             probe=self._probe,
+            weights=self._host.weights,
         )
 
     def _start(self) -> StartProgress:
@@ -192,7 +194,9 @@ class Node:
             public_key=self._joined.manifest_public_key,
         )
         self._host.pin = store.pin
-        await self._start_relay(store)
+        self._relay = await start_relay(
+            store, self._relay_address, self._joined, failed=lambda: self._ledger.errors.update(["relay"])
+        )
         puller = self._make_puller(store)
         worker = make_worker(self._host, self._engine, text, self._parts())
         self._puller, self._worker = puller, worker
@@ -216,26 +220,6 @@ class Node:
             for task in parts:
                 task.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
-
-    async def _start_relay(self, store: SnapshotStore) -> None:
-        """Serve peers if they can reach this machine; without a relay the node is a leaf."""
-        address = self._relay_address
-        if address.public_url is None:
-            return
-        relay = Relay(
-            store,
-            token=self._joined.relay_token,
-            host=address.host,
-            port=address.port,
-            uplink_bytes_per_s=self._joined.uplink_bytes_per_s,
-        )
-        try:
-            await relay.start()
-        except OSError as error:
-            self._ledger.errors["relay"] += 1
-            log.error("no relay: port %d can't be bound: %s", address.port, error.strerror)
-            return
-        self._relay = relay
 
     def _make_puller(self, store: SnapshotStore) -> Puller:
         return Puller(

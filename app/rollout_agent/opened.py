@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from app.protocol.errors import Unavailable
 from app.protocol.work import WorkItem
-from app.rollout_agent.batch import CUT, Begun, Group
 from app.rollout_agent.engines.base import Completion
+from app.rollout_agent.groups import CUT, Begun, Group, written
 from app.rollout_agent.joining import oldest
 from app.tasks.base import Prompt
 
@@ -31,6 +31,8 @@ class Open:
     pending: int = 0
     """How many samples are not finished."""
     task: asyncio.Task[None] | None = None
+    foreign_tokens: int = 0
+    """How many tokens of it other nodes have sampled."""
 
     def __post_init__(self) -> None:
         self.take_up([None] * self.item.group_size)
@@ -42,8 +44,8 @@ class Open:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are known of it."""
-        return sum(len(s.token_ids) for s in self.samples if s is not None)
+        """Tokens that are known of it and were sampled here: what others began is in the store, and not lost."""
+        return written(self.samples) - self.foreign_tokens
 
     @property
     def told(self) -> Prompt:
@@ -55,6 +57,7 @@ class Open:
     def take_up(self, begun: Begun) -> None:
         """Go on from what another node has sampled."""
         self.samples = list(begun)
+        self.foreign_tokens = written(begun)
         self.pending = len(self.missing)
 
     def keep(self, index: int, sample: Completion) -> None:
@@ -71,7 +74,9 @@ class Open:
     def group(self, quantisation: str | None) -> Group:
         """As it stands."""
         prompt = self.prompt or Prompt(self.item.prompt_index, "", {})
-        return Group(self.item, prompt, self.prompt_ids, self.deadline, tuple(self.samples), quantisation)
+        return Group(
+            self.item, prompt, self.prompt_ids, self.deadline, tuple(self.samples), quantisation, self.foreign_tokens
+        )
 
 
 def is_stale(opened: Open, now: float, floor: int | None, hopeless_after_s: float) -> bool:

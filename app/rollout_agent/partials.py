@@ -20,10 +20,11 @@ from app.protocol.node import Report
 from app.protocol.proofs import Proofs
 from app.protocol.trajectory import Rollout
 from app.protocol.work import PartialRef, WorkItem
-from app.rollout_agent.batch import Begun, Group, file_of, rows_of
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.delivery import put_softly, report_softly
 from app.rollout_agent.engines.base import Completion, Span
+from app.rollout_agent.files import file_of, rows_of
+from app.rollout_agent.groups import Begun, Group
 from app.rollout_agent.ledger import WorkLedger
 
 log = logging.getLogger(__name__)
@@ -90,19 +91,20 @@ class Partials:
     async def hand_over(self, groups: Sequence[Group]) -> None:
         """Hand over what there is of unfinished groups; items that nobody took stay to be handed back without it.
 
-        Raises Gone, Unauthorized.
+        What this node has added nothing to is only given back: the store still has what others began. Raises Gone,
+        Unauthorized.
         """
         for group in groups:
             self._ledger.give_up([group.item.id])
-        # Held-out prompts are an evaluation of one version: they are not passed on.
-        able = [group for group in groups if group.tokens and group.item.split == "train"]
+        # Held-out prompts are not passed on: docs/nodes.md says why.
+        able = [group for group in groups if group.own_tokens > 0 and group.item.split == "train"]
         taken: set[str] = set()
         try:
             # To encode thousands of completions takes a while, in which heartbeats go on.
             for part in await asyncio.to_thread(self._parts, able):
                 taken |= await self._hand_over(part)
         finally:
-            lost = sum(group.tokens for group in groups if group.item.id not in taken)
+            lost = sum(group.own_tokens for group in groups if group.item.id not in taken)
             self._ledger.waste("interrupted", lost)
             if taken:
                 log.info("%d unfinished work items are handed over", len(taken))
@@ -126,6 +128,9 @@ class Partials:
             raise
         except EchoError as error:
             self._ledger.errors["hand_over_failed"] += 1
+            if isinstance(error, Refused):
+                # Then the store forgets what these groups had from others, too.
+                self._ledger.waste("interrupted", sum(group.foreign_tokens for group in groups))
             log.warning("unfinished work could not be handed over: %s", error.detail)
             return set()
         taken = set(answer.taken) & set(items)

@@ -20,9 +20,9 @@ from app.protocol.errors import EchoError, Unavailable
 from app.protocol.job import SamplingSpec
 from app.protocol.node import WasteReason
 from app.protocol.work import WorkItem
-from app.rollout_agent.batch import CUT
 from app.rollout_agent.engines.base import Completion, EngineDied, StreamEngine
 from app.rollout_agent.episodes import Answer, play
+from app.rollout_agent.groups import CUT
 from app.rollout_agent.joining import join, sample_seed, spanned
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.reach import backoff

@@ -28,7 +28,7 @@ TOLERATED = 2
 PROBE_S = 30.0
 """An engine that has nothing wrong gives one token in that time, however full it is."""
 EARLY_PROBES = 2
-"""So many in a row have to fail: one may have met a version being put in force, when nothing comes out."""
+"""So many in a row have to fail: one may have met an engine that was busy with something else."""
 
 
 class Hung(Unavailable):
@@ -65,7 +65,8 @@ class StallWatch:
 
     `stalled_s`: seconds since the last result while something runs, 0 while nothing does. `usual_s`: see `hangs`;
     `between_s`: see `silent`. `healthy` probes the engine, None if it can't be probed; `restart` loads it and puts the
-    version in force again; `report` tells of the stall.
+    version in force again; `report` tells of the stall. `swapping`: whether the engine is being loaded or takes a
+    version, within its own time for that: then nothing can come out, and the time in which it must begins anew.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StallWatch:
         report: Callable[[str], Awaitable[None]],
         clock: Callable[[], float],
         between_s: Callable[[], float | None] = lambda: None,
+        swapping: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._stalled_s = stalled_s
@@ -87,10 +89,11 @@ class StallWatch:
         self._report = report
         self._clock = clock
         self._between_s = between_s
+        self._swapping = swapping
         self._sleep = sleep
         self._stalls: list[float] = []
         self._answered_at = -math.inf
-        """When a probe succeeded last, or the engine was restarted."""
+        """When a probe succeeded last, or the engine was restarted, or was seen to take a version."""
         self._missed = 0
         """Probes in a row that failed."""
 
@@ -102,6 +105,9 @@ class StallWatch:
 
     async def look(self) -> None:
         """Once. Raises Hung."""
+        if self._swapping():
+            self._answered()
+            return
         stalled = self._stalled_s()
         # An answer to a probe is a result, too: the next one is not due sooner after it.
         quiet = min(stalled, self._clock() - self._answered_at)
@@ -110,7 +116,10 @@ class StallWatch:
             self._missed = 0
             return
         healthy = await self._probe()
-        if healthy:
+        if not healthy and self._swapping():
+            # It began while the probe was out.
+            self._answered()
+        elif healthy:
             log.warning("nothing was generated for %.0f s, but the engine answers", stalled)
         elif hung or self._missed >= EARLY_PROBES:
             await self._stalled(stalled, healthy)
@@ -121,9 +130,14 @@ class StallWatch:
             return None
         healthy = await self._healthy(PROBE_S)
         if healthy:
-            self._answered_at = self._clock()
-        self._missed = 0 if healthy else self._missed + 1
+            self._answered()
+        else:
+            self._missed += 1
         return healthy
+
+    def _answered(self) -> None:
+        self._answered_at = self._clock()
+        self._missed = 0
 
     async def _stalled(self, stalled: float, healthy: bool | None) -> None:
         """Tell of a stall of so many seconds, and restart or leave."""

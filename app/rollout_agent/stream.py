@@ -16,25 +16,27 @@ from concurrent.futures import Executor
 
 from app.protocol.errors import EchoError, Gone, TaskFailed, Unauthorized
 from app.protocol.job import SamplingSpec
-from app.protocol.node import Report, WasteReason
-from app.rollout_agent.batch import Batch, TextSide, own_share, sampling_of
+from app.protocol.node import Report
+from app.rollout_agent.batch import sampling_of
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.closing import end_within, ended
-from app.rollout_agent.delivery import HOPELESS_AFTER_S, Delivery, report_softly
+from app.rollout_agent.delivery import Delivery, report_softly
 from app.rollout_agent.engines.base import Completion, StreamEngine
 from app.rollout_agent.flow import Filling, FlowMeter
+from app.rollout_agent.groups import Batch, own_share
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkerFault, WorkLedger
-from app.rollout_agent.opened import Open, is_stale
-from app.rollout_agent.outbox import Outbox
+from app.rollout_agent.open_groups import OpenGroups
+from app.rollout_agent.opened import Open
 from app.rollout_agent.partials import Partials
 from app.rollout_agent.sampling import Ask, Sampler
+from app.rollout_agent.text_side import TextSide
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """So often the engine's figures are read."""
-CUT_S, LEAST_CUT_S = 5.0, 0.8
+CUT_S, LEAST_CUT_S = 5.0, 2.0
 """So long samples may take to come back after `abort`; less where there was little time to begin with."""
 LAST_S = 5.0
 """So long it may take to hand over what is unfinished when there was no drain."""
@@ -72,6 +74,7 @@ class StreamWorker:
         self._source = source
         self._delivery = delivery
         self._partials = partials
+        self._groups = OpenGroups(engine, sampler, ledger, partials, delivery, clock, self._room_changed)
         self._sampler = sampler
         self._ledger = ledger
         self._sampling = sampling
@@ -80,14 +83,10 @@ class StreamWorker:
         self._clock = clock
         self._look_s = look_s
         self._filling = Filling(group_size)
-        self._open: dict[str, Open] = {}
         self._unscored = 0
         self._drain_by, self._cut_s = 0.0, CUT_S
         self._installed, self._draining = asyncio.Event(), asyncio.Event()
         self._freed, self._hurry = asyncio.Event(), asyncio.Event()
-        self._outbox = Outbox(delivery, clock, self._sent)
-        self._going: dict[str, int] = {}
-        """Tokens of whole groups until they are handed in, by item."""
         self._tasks: asyncio.TaskGroup | None = None
         self._life: asyncio.Task[None] | None = None
         self._fault: WorkerFault | None = None
@@ -101,7 +100,7 @@ class StreamWorker:
     @property
     def in_flight(self) -> int:
         """Samples that are leased and not finished."""
-        return sum(opened.pending for opened in self._open.values())
+        return self._groups.in_flight
 
     @property
     def stalled_s(self) -> float:
@@ -129,9 +128,7 @@ class StreamWorker:
         try:
             await ended(self._life, self._hasten, LAST_S)
         finally:
-            for opened in list(self._open.values()):
-                self._drop(opened, "interrupted")
-            self._ledger.waste("refused", sum(self._going.values()))
+            self._groups.drop_all()
             self._sampler.close()
             await self._source.close()
         if self._fault is not None:
@@ -161,33 +158,23 @@ class StreamWorker:
                     tasks.create_task(self._unless_fault(self._feed())),
                     tasks.create_task(self._look_for_ever()),
                 ]
-                tasks.create_task(self._hand_in())
+                tasks.create_task(self._groups.hand_in())
                 await self._draining.wait()
                 for task in feeding:
                     task.cancel()
                 await self._wind_down()
-                self._outbox.close()
+                self._groups.close()
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
-    async def _hand_in(self) -> None:
-        # A fault here is raised at once: from an engine whose files are refused nobody should go on.
-        try:
-            await self._outbox.run()
-        except WorkerFault:
-            self._sent()
-            raise
-
-    def _sent(self) -> None:
-        """A file is settled, and its tokens are counted: what is left is in the outbox."""
-        self._going = {item: tokens for item, tokens in self._going.items() if item in self._outbox}
+    def _room_changed(self) -> None:
         self._freed.set()
 
     async def _feed(self) -> None:
         await self._installed.wait()
         while not self._draining.is_set():
             self._freed.clear()
-            room = self._room()
+            room = self._filling.room(self.in_flight, self._groups.sampled)
             if not room:
                 await self._freed.wait()
                 continue
@@ -195,24 +182,14 @@ class StreamWorker:
             if batch is not None:
                 self._start(batch)
 
-    def _room(self) -> int:
-        """Groups to ask for; 0: it is not worth a request yet."""
-        sampled = sum(not opened.pending for opened in self._open.values())
-        return self._filling.room(self.in_flight, len(self._outbox) + sampled)
-
     def _start(self, batch: Batch) -> None:
         if self._tasks is None or self._draining.is_set():
             self._ledger.give_up(batch.deadlines)
             return
         for item in batch.items:
-            # A lease that was over may come back to where the group is still being worked on.
-            if (working := self._open.get(item.id)) is not None:
-                working.deadline = batch.deadlines[item.id]
-            if working is not None or item.id in self._outbox:
-                continue
-            opened = Open(item, batch.deadlines[item.id], self._clock(), self._engine.version)
-            self._open[item.id] = opened
-            opened.task = self._tasks.create_task(self._unless_fault(self._work_on(opened)))
+            opened = self._groups.admit(item, batch.deadlines[item.id])
+            if opened is not None:
+                opened.task = self._tasks.create_task(self._unless_fault(self._work_on(opened)))
         self._level()
 
     async def _work_on(self, opened: Open) -> None:
@@ -232,9 +209,7 @@ class StreamWorker:
         finally:
             self._level()
             self._freed.set()
-        self._open.pop(opened.item.id, None)
-        self._going |= {s.group.item.id: s.group.tokens for s in scored}
-        self._outbox.put(scored)
+        self._groups.finish(opened, scored)
         self._scored(len(scored))
 
     def _scored(self, groups: int) -> None:
@@ -272,7 +247,7 @@ class StreamWorker:
     async def _failed(self, opened: Open, error: EchoError | RuntimeError) -> None:
         """A group that can't be sampled: reported, counted, given up."""
         by_task = isinstance(error, TaskFailed)
-        self._drop(opened, "task_error" if by_task else "engine_died")
+        self._groups.drop(opened, "task_error" if by_task else "engine_died")
         detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
         report = Report(
             kind="engine_error", subject="generate", detail=detail[:1000], work_items=[opened.item.id]
@@ -286,13 +261,6 @@ class StreamWorker:
         else:
             self._ledger.fault("engine_error", detail)
 
-    def _drop(self, opened: Open, reason: WasteReason) -> None:
-        self._open.pop(opened.item.id, None)
-        self._sampler.lose(opened.item.id, reason)
-        self._ledger.waste(reason, opened.tokens)
-        self._ledger.give_up([opened.item.id])
-        self._freed.set()
-
     async def _look_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._look_s)
@@ -300,11 +268,7 @@ class StreamWorker:
 
     async def look(self) -> None:
         """Follow the engine's figures, and let go of groups that nobody wants any more."""
-        for opened in list(self._open.values()):
-            if opened.task is not None and is_stale(opened, self._clock(), self._oldest_admissible(), HOPELESS_AFTER_S):
-                log.info("work item %s is too old or too late, and given up", opened.item.id)
-                self._drop(opened, "stale")
-                opened.task.cancel()
+        self._groups.drop_stale(self._oldest_admissible())
         try:
             load = await self._engine.load_figures()
         except EchoError as error:
@@ -321,21 +285,14 @@ class StreamWorker:
         """Finish what ends in time, cut the rest, and hand over what there is of it."""
         loop = asyncio.get_running_loop()
         await self._source.close()
-        while (working := self._working()) and (left := self._drain_by - loop.time()) > 0:
+        while (working := self._groups.working) and (left := self._drain_by - loop.time()) > 0:
             self._hurry.clear()
             hurry = asyncio.create_task(self._hurry.wait())
             await asyncio.wait({*working, hurry}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
         if working:
             await self._cut(working)
-        unfinished = list(self._open.values())
-        self._open.clear()  # from here on `hand_over` counts what is lost of them
-        for opened in unfinished:
-            self._sampler.lose(opened.item.id, "interrupted")
-        await self._partials.hand_over([opened.group(self._engine.quantisation) for opened in unfinished])
-
-    def _working(self) -> set[asyncio.Task[None]]:
-        return {opened.task for opened in self._open.values() if opened.task is not None and not opened.task.done()}
+        await self._groups.hand_over()
 
     async def _cut(self, working: set[asyncio.Task[None]]) -> None:
         await self._sampler.cut(self._cut_s)

@@ -40,5 +40,6 @@ def watch_of(
         healthy=engine.healthy if is_stream(engine) else None,
         restart=host.restart if isinstance(host, StreamHost) else None,
         report=faults.hung,
+        swapping=lambda: isinstance(host, StreamHost) and host.swapping,
         clock=clock,
     )

@@ -2,36 +2,41 @@
 
 Invariant: work is leased only after a version was installed and never while draining; one batch is delivered while the
 next one is generated, and at most two more wait. A batch that is cut short is handed on: whole groups to delivery, the
-others to whoever will finish them. Of one that fails only the groups are given up that fail by themselves.
+others to whoever will finish them. Of one that fails only the groups are given up that fail by themselves. A fault and
+a cancelled `run` are a drain too, with little time; what is not ready by then is given up, and counted as wasted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
 from app.protocol.errors import EchoError, TaskFailed
 from app.protocol.job import SamplingSpec
-from app.protocol.node import Report
-from app.protocol.work import WorkItem
-from app.rollout_agent.batch import Batch, Sampled, TextSide, sample
+from app.protocol.node import Report, WasteReason
+from app.rollout_agent.batch import sample
 from app.rollout_agent.client import NodeClient
+from app.rollout_agent.closing import ended
 from app.rollout_agent.delivery import Delivery, report_softly
 from app.rollout_agent.engines.base import Engine, Interrupted
+from app.rollout_agent.groups import Batch, Failed, Group, Sampled, written
 from app.rollout_agent.leasing import WorkSource
-from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.ledger import REFUSED, WorkerFault, WorkLedger
 from app.rollout_agent.measure import BatchSizer, Meter
 from app.rollout_agent.partials import Partials
+from app.rollout_agent.pieces import Pieces
+from app.rollout_agent.text_side import TextSide
 
 log = logging.getLogger(__name__)
 
 DELIVERY_QUEUE = 2
-
-Outcome = Sampled | EchoError | RuntimeError
+LAST_S = 5.0
+"""So long it may take to hand in and over what there is when there was no drain."""
 
 
 class Worker:
@@ -65,8 +70,14 @@ class Worker:
         self._engine_pool = engine_pool
         self._clock = clock
         self._queue: asyncio.Queue[Sampled | None] = asyncio.Queue(maxsize=DELIVERY_QUEUE)
-        self._installed = asyncio.Event()
-        self._draining = asyncio.Event()
+        self._pieces: Pieces | None = None
+        """Of the batch that is sampled now."""
+        self._coming: dict[str, Group] = {}
+        """Groups that are sampled, and not settled or about to be handed over, by item."""
+        self._installed, self._draining = asyncio.Event(), asyncio.Event()
+        self._drain_by = math.inf
+        self._life: asyncio.Task[None] | None = None
+        self._fault: WorkerFault | None = None
         self._sizer = BatchSizer()
         self.meter = Meter()
 
@@ -83,65 +94,106 @@ class Worker:
     def drain(self, within_s: float) -> None:
         """Lease nothing more; a batch that is not ready in `within_s` seconds is cut short. `run` returns once what is
         generated has been delivered or handed over. May be called again with less time."""
+        loop = asyncio.get_running_loop()
+        self._drain_by = min(self._drain_by, loop.time() + within_s)
         self._draining.set()
         self._installed.set()
         self._source.wake()
-        asyncio.get_running_loop().call_later(within_s, self._engine.interrupt)
+        loop.call_later(within_s, self._engine.interrupt)
 
     async def run(self) -> None:
         """Work until drained. Raises WorkerFault, Gone, Unauthorized."""
-        tasks = [
-            asyncio.create_task(self._generate(), name="generate"),
-            asyncio.create_task(self._deliver(), name="deliver"),
-        ]
+        self._life = asyncio.create_task(self._live(), name="batches")
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            await ended(self._life, self._hasten, LAST_S)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._count_the_rest()
             await self._source.close()
+        if self._fault is not None:
+            raise self._fault
+
+    def _hasten(self) -> bool:
+        """Drain without delay, out of turn. False: it was to be over already."""
+        late = asyncio.get_running_loop().time() >= self._drain_by
+        self.drain(0.0)
+        return not late
+
+    def _faulty(self, fault: WorkerFault) -> None:
+        """A fault ends all work, but not at once: `run` raises it."""
+        if self._fault is None and self._life is not None:
+            self._fault = fault
+            self._hasten()
+            asyncio.get_running_loop().call_later(LAST_S, self._life.cancel)
+
+    def _count_the_rest(self) -> None:
+        """What did not get away in time. An engine that does not come back has told nothing of its batch."""
+        for group in self._coming.values():
+            self._ledger.waste("refused" if group.whole else "interrupted", group.own_tokens)
+        if self._pieces is not None:
+            self._ledger.waste("interrupted", self._pieces.own_tokens)
+
+    async def _live(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._generate())
+                tasks.create_task(self._deliver())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
 
     async def _generate(self) -> None:
         await self._installed.wait()
+        try:
+            await self._work()
+        except WorkerFault as fault:
+            self._faulty(fault)
+        await self._queue.put(None)
+
+    async def _work(self) -> None:
         while not self._draining.is_set():
             batch = await self._source.next(self._max_items())
             if batch is None:
                 continue
-            if self._draining.is_set():
-                self._ledger.give_up(batch.deadlines)
-                await self._partials.hand_back(list(batch.deadlines))
-                break
-            await self._work_on(await self._taken_up(batch))
-        await self._queue.put(None)
+            if not self._draining.is_set():
+                batch = await self._taken_up(batch)
+            self._pieces = Pieces(batch)
+            if not self._draining.is_set():
+                await self._work_on(self._pieces)
+            await self._pass_on(self._pieces)
 
-    async def _work_on(self, batch: Batch) -> None:
+    async def _work_on(self, pieces: Pieces) -> None:
         """Sample a batch and pass it on. One that fails is halved, so that no group suffers for another one, or for
-        there being too many of them."""
-        parts, culprits, most = [batch], 0, 0
-        short_of_memory = False
-        while parts:
-            part = parts.pop()
+        there being too many of them. What it leaves is for others."""
+        culprits, most, short_of_memory = 0, 0, False
+        while (part := pieces.next()) is not None:
             outcome = await self._sample(part)
             if isinstance(outcome, Sampled):
                 most = max(most, len(part.items))
+                self._coming |= {group.item.id: group for group in outcome.groups}
+                pieces.done()
                 await self._queue.put(outcome)
-            elif isinstance(outcome, Interrupted):
-                left = [item for rest in (part, *parts) for item in rest.deadlines]
-                self._ledger.give_up(left)
-                await self._partials.hand_back(left)
+                continue
+            pieces.failed(part, outcome)
+            if isinstance(outcome.error, Interrupted):
                 return
-            elif len(part.items) > 1:
+            self._ledger.waste(reason_of(outcome.error), outcome.lost(part))
+            if len(part.items) > 1:
                 # PyTorch's way to say that the memory does not suffice, the usual cause.
-                short_of_memory |= isinstance(outcome, RuntimeError)
-                parts += reversed(halves(part))
-            else:
-                culprits += 1
-                await self._failed(outcome, part.items[0], alone=not most)
+                short_of_memory |= isinstance(outcome.error, RuntimeError)
+                pieces.halve()
+                continue
+            culprits += 1
+            try:
+                await self._failed(outcome.error, pieces, alone=not most)
+            except WorkerFault as fault:
+                self._faulty(fault)
+                return
         while short_of_memory and not culprits and self._sizer.items > most:
             self._sizer.out_of_memory()
+
+    async def _pass_on(self, pieces: Pieces) -> None:
+        """What is left of a batch is for others, with what there is of it."""
+        if rest := pieces.rest():
+            await self._partials.hand_over(rest)
 
     def _max_items(self) -> int:
         fit = self._delivery.items_that_fit()
@@ -149,28 +201,43 @@ class Worker:
 
     async def _deliver(self) -> None:
         while (sampled := await self._queue.get()) is not None:
-            await asyncio.gather(self._delivery.finish(sampled), self._partials.hand_over(sampled.cut))
+            finished, handed_over = await asyncio.gather(
+                self._delivery.finish(sampled), self._hand_over(sampled.cut), return_exceptions=True
+            )
+            if finished is None or isinstance(finished, WorkerFault):
+                # What was lost of it is counted.
+                for group in sampled.whole:
+                    self._coming.pop(group.item.id, None)
+            for error in (handed_over, finished):
+                if isinstance(error, WorkerFault) and error.kind not in REFUSED:
+                    self._faulty(error)
+                elif error is not None:
+                    # From an engine whose files are refused nobody should go on.
+                    raise error
 
-    async def _sample(self, batch: Batch) -> Outcome:
+    async def _hand_over(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            # It counts itself what nobody takes.
+            self._coming.pop(group.item.id, None)
+        await self._partials.hand_over(groups)
+
+    async def _sample(self, batch: Batch) -> Sampled | Failed:
         """Generate in the engine's thread."""
         clock = self._clock
         loop = asyncio.get_running_loop()
 
-        def timed() -> tuple[float, Outcome, float]:
+        def timed() -> tuple[float, Sampled | Failed, float]:
             began = clock()
-            try:
-                return began, sample(self._engine, self._text, batch, self._sampling), clock()
-            except (EchoError, RuntimeError) as error:
-                return began, error, clock()
+            return began, sample(self._engine, self._text, batch, self._sampling), clock()
 
         self.meter.begin(clock())
-        began, outcome, ended = await loop.run_in_executor(self._engine_pool, timed)
+        began, outcome, ended_at = await loop.run_in_executor(self._engine_pool, timed)
+        self._ledger.sampled(outcome.tokens)
         if isinstance(outcome, Sampled):
-            self._ledger.sampled(outcome.tokens)
-            self.meter.end(began, ended, rollouts=outcome.rollouts, tokens=outcome.tokens)
-            self._sizer.done(len(batch.items), ended - began)
+            self.meter.end(began, ended_at, rollouts=outcome.rollouts, tokens=outcome.tokens)
+            self._sizer.done(len(batch.items), ended_at - began)
         else:
-            self.meter.end(began, ended)
+            self.meter.end(began, ended_at)
         return outcome
 
     async def _taken_up(self, batch: Batch) -> Batch:
@@ -182,12 +249,16 @@ class Worker:
         except EchoError:
             # Sampling will meet it again, and tell of it.
             return batch
-        return replace(batch, begun=await self._partials.begun(batch.items, prompt_ids))
+        begun = await self._partials.begun(batch.items, prompt_ids)
+        return replace(batch, begun=begun, foreign={item: written(samples) for item, samples in begun.items()})
 
-    async def _failed(self, error: EchoError | RuntimeError, item: WorkItem, *, alone: bool) -> None:
+    async def _failed(self, error: EchoError | RuntimeError, pieces: Pieces, *, alone: bool) -> None:
         """Count and report a group that can't be sampled, which is somebody else's at once. `alone`: nothing of its
         batch could be so far."""
+        [group] = pieces.drop()
+        item = group.item
         self._ledger.give_up([item.id])
+        self._ledger.waste(reason_of(error), group.own_tokens)
         detail = error.detail if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, TaskFailed):
             report = Report(kind="engine_error", subject="generate", detail=detail[:1000], work_items=[item.id])
@@ -200,10 +271,6 @@ class Worker:
             self._ledger.fault("unscored_batch", detail)
 
 
-def halves(batch: Batch) -> list[Batch]:
-    """A batch of several items as two, each of which asks for a place of its own."""
-    middle = len(batch.items) // 2
-    return [
-        replace(batch, items=items, slot=None, deadlines={item.id: batch.deadlines[item.id] for item in items})
-        for items in (batch.items[:middle], batch.items[middle:])
-    ]
+def reason_of(error: EchoError | RuntimeError) -> WasteReason:
+    """Why tokens are lost that went with this error."""
+    return "task_error" if isinstance(error, TaskFailed) else "engine_died"

@@ -15,7 +15,6 @@ from typing import cast
 
 from app.protocol.errors import EchoError
 from app.protocol.node import Directives, JoinAnswer
-from app.rollout_agent.batch import TextSide
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.delivery import Delivery
 from app.rollout_agent.engines.base import Engine, StreamEngine
@@ -28,6 +27,7 @@ from app.rollout_agent.partials import Partials
 from app.rollout_agent.sampling import Sampler
 from app.rollout_agent.stream import StreamWorker
 from app.rollout_agent.task_side import score_threads
+from app.rollout_agent.text_side import TextSide
 from app.rollout_agent.worker import Worker
 
 

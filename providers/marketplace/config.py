@@ -70,7 +70,8 @@ class MarketConfig:
     list_lag_s: float = 0.0
     start_delay_s: float = 0.2
     """How long a machine stays `loading`; each start varies by ±50 %."""
-    stop_grace_s: float = 3.0
+    stop_grace_s: float = 7.0
+    """Longer than an agent takes to hand over what it has sampled."""
     rate_limits: bool = False
     rate_scale: float = 0.02
     """Multiplies vast.ai's minimum intervals when `rate_limits` is on."""

@@ -17,7 +17,7 @@ from app.rollout_agent.engines.base import Span
 from app.rollout_agent.engines.vllm import VllmEngine
 from app.snapshots.manifest import ADAPTER_ASSET, Probe
 from app.snapshots.store import SnapshotStore
-from tests.unit.rollout_agent.tiny import make_model
+from tests.unit.rollout_agent.tiny import adapter_asset, make_model
 from tests.vllm.world import PROBE_IDS, World
 
 pytestmark = pytest.mark.timeout(400)
@@ -80,5 +80,8 @@ async def _install(
     said: list[float],
 ) -> None:
     probe = Probe(token_ids=PROBE_IDS, logprobs=said)
-    published = store.publish(weights, version=version, key=world.key, deltas=False, probe=lambda _: probe)
+    published = store.publish(
+        weights, version=version, key=world.key, deltas=False, probe=lambda _: probe,
+        assets=[adapter_asset(world.folder)],
+    )  # fmt: skip
     await engine.install(published.snapshot.payload_path, published.snapshot.manifest, version)

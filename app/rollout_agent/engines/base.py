@@ -15,6 +15,7 @@ import torch
 
 from app.protocol.errors import IntegrityError, Unavailable
 from app.protocol.job import SamplingSpec
+from app.protocol.node import Weights
 from app.snapshots.manifest import Manifest
 
 STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I8": torch.int8}
@@ -176,6 +177,16 @@ class StreamEngine(Protocol):
         """The model's tokenizer (Hugging Face interface), once `load` has run."""
         ...
 
+    @property
+    def weights(self) -> Weights | None:
+        """What the engine says of the weights in force; None where it does not, or was not asked with this version."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """No `load` and no `install` takes longer, by the engine's own timeouts: one that does hangs."""
+        ...
+
     async def load(self, model_dir: Path) -> None:
         """Prepare from config and tokenizer files (under an adapter also the base model's weights): start the engine's
         process, wait until it answers a probe. Raises BadInput, Unavailable."""
@@ -223,6 +234,16 @@ def unique_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
         seen.add(identity)
         unique[name] = tensor
     return unique
+
+
+def check_kind(manifest: Manifest, *, adapted: bool) -> None:
+    """Hold a version's kind against how the engine was loaded: under an adapter or not. Raises IntegrityError."""
+    due = "adapter" if adapted else "full"
+    if manifest.kind != due:
+        raise IntegrityError(
+            f"snapshot v{manifest.version} is of the kind {manifest.kind}, and the engine, by the model files, is one "
+            f"for the kind {due}"
+        )
 
 
 def check_layout(manifest: Manifest, expected: Mapping[str, Sequence[int]]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.protocol.errors import BadInput
+from app.protocol.node import Weights
 from app.rollout_agent.engines.base import Completion, Load, StreamEngine
 from app.snapshots.manifest import Manifest
 
@@ -51,6 +52,16 @@ class PacedStream:
     def tokenizer(self) -> Any:
         """The inner engine's tokenizer."""
         return self._inner.tokenizer
+
+    @property
+    def weights(self) -> Weights | None:
+        """The inner engine's."""
+        return self._inner.weights
+
+    @property
+    def patience_s(self) -> float:
+        """The inner engine's."""
+        return self._inner.patience_s
 
     async def load(self, model_dir: Path) -> None:
         """As the inner engine."""

@@ -12,7 +12,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,18 @@ from transformers.initialization import no_init_weights
 
 from app.protocol.errors import BadInput, IntegrityError, Unavailable
 from app.rollout_agent.engines.adapter import adapt, read_config
-from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, Tainted, check_layout, unique_tensors
+from app.rollout_agent.engines.base import (
+    Completion,
+    GenRequest,
+    Interrupted,
+    Tainted,
+    check_kind,
+    check_layout,
+    unique_tensors,
+)
 from app.rollout_agent.engines.blueprint import eos_ids
 from app.rollout_agent.engines.check import check_loaded
+from app.rollout_agent.engines.drawing import Batch, completions, draw, uniforms
 from app.rollout_agent.proofs import Prover, following
 from app.snapshots.codec import decode
 from app.snapshots.manifest import Manifest
@@ -34,24 +42,6 @@ log = logging.getLogger(__name__)
 
 COMPACT_BELOW = 0.5
 """When at most this share of the rows still samples, the finished rows leave the batch."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Rows still in the running batch; `rows[i]` is the output row of batch row i."""
-
-    rows: torch.Tensor
-    limits: torch.Tensor
-    temperatures: torch.Tensor
-    uniforms: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-    done: torch.Tensor
-
-    def select(self, keep: torch.Tensor) -> None:
-        """Keep the batch rows with these indices."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name)[keep])
 
 
 class TransformersEngine:
@@ -66,6 +56,7 @@ class TransformersEngine:
         self._quantisation: str | None = None
         self._tokenizer: Any = None
         self._model: Any = None
+        self._adapted = False
         self._names: frozenset[str] = frozenset()
         self._weights: dict[str, torch.Tensor] = {}
         self._eos = torch.empty(0, dtype=torch.long)
@@ -101,7 +92,7 @@ class TransformersEngine:
         except (OSError, ValueError, KeyError) as error:
             raise BadInput(f"the model files do not make a causal language model: {error}"[:500]) from error
         self._model = model.to(self._device).eval().requires_grad_(False)
-        state = self._model.state_dict()
+        state, self._adapted = self._model.state_dict(), adapter is not None
         if adapter is not None:
             state = adapt(self._model, adapter)
         self._names, self._weights = frozenset(state), unique_tensors(state)
@@ -128,6 +119,7 @@ class TransformersEngine:
 
         Raises IntegrityError; then nothing changed. Raises Tainted if the last check fails.
         """
+        check_kind(manifest, adapted=self._adapted)
         check_layout(manifest, {name: tuple(tensor.shape) for name, tensor in self._weights.items()})
         try:
             state = decode(payload, self._dtype)
@@ -157,7 +149,7 @@ class TransformersEngine:
         with torch.inference_mode(), following(self._model, rows, wanted=self._proving) as prover:
             tokens, logprobs, limits = self._sample(requests, prover)
             proofs = None if prover is None else prover.proofs()
-        return _completions(tokens, logprobs, limits, self._eos.cpu().numpy(), proofs)
+        return completions(tokens, logprobs, limits, self._eos.cpu().numpy(), proofs)
 
     def prove(self) -> None:
         """From now on each completion comes with proofs of the hidden states that it was drawn from."""
@@ -217,7 +209,7 @@ class TransformersEngine:
             raise Interrupted("generation was interrupted before its first token")
         return tokens[:, :steps].cpu().numpy(), logprobs[:, :steps].cpu().numpy(), limits
 
-    def _prefill(self, requests: Sequence[GenRequest], cache: Any) -> tuple[torch.Tensor, _Batch, torch.Tensor]:
+    def _prefill(self, requests: Sequence[GenRequest], cache: Any) -> tuple[torch.Tensor, Batch, torch.Tensor]:
         """Run every prompt once (left-padded) and spread logits and cache over the samples; whose each sample is."""
         width = max(len(r.prompt_ids) for r in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
@@ -234,7 +226,7 @@ class TransformersEngine:
         longest = max(r.sampling.max_tokens for r in requests)
         limits = torch.tensor([r.sampling.max_tokens for r in requests], device=self._device)
         temperatures = torch.tensor([r.sampling.temperature for r in requests], device=self._device)
-        batch = _Batch(
+        batch = Batch(
             rows=torch.arange(len(spread), device=self._device),
             limits=limits[spread],
             temperatures=temperatures[spread].unsqueeze(1),
@@ -245,7 +237,7 @@ class TransformersEngine:
         )
         return logits[spread], batch, spread
 
-    def _forward(self, drawn: torch.Tensor, batch: _Batch, cache: Any) -> torch.Tensor:
+    def _forward(self, drawn: torch.Tensor, batch: Batch, cache: Any) -> torch.Tensor:
         batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(batch.mask), 1)], dim=1)
         batch.positions = batch.positions + 1
         return self._call(drawn, batch.mask, batch.positions, cache)
@@ -262,45 +254,3 @@ class TransformersEngine:
         )
         logits: torch.Tensor = answer.logits[:, -1]
         return logits
-
-
-def uniforms(request: GenRequest, longest: int) -> torch.Tensor:
-    """The request's random numbers in [0, 1), [n, longest], filled up to its own limit; a function of its seed only,
-    and of where in its group it goes on."""
-    generator = torch.Generator().manual_seed(request.seed % 2**63)
-    limit, start = request.sampling.max_tokens, request.start
-    numbers = torch.zeros(request.n, longest, dtype=torch.float64)
-    # Numbers are drawn sample by sample, so those of earlier samples and tokens have to be drawn as well.
-    drawn = torch.rand(request.first + request.n, start + limit, generator=generator, dtype=torch.float64)
-    numbers[:, :limit] = drawn[request.first :, start:]
-    return numbers
-
-
-def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse-CDF draw. Logits [rows, vocabulary], temperatures [rows, 1], uniform [rows] → tokens, log-probs [rows].
-
-    Sums in float64, so that a large vocabulary does not shift the distribution; a token of probability 0 is not drawn.
-    """
-    logprobs = torch.log_softmax(logits.float() / temperatures, dim=-1)
-    cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    target = (uniform * cdf[:, -1]).unsqueeze(1)
-    tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[-1] - 1)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
-
-
-def _completions(
-    tokens: np.ndarray, logprobs: np.ndarray, limits: np.ndarray, eos: np.ndarray, proofs: Sequence[bytes] | None
-) -> list[Completion]:
-    """Cut every row after its first end-of-sequence token, or at its limit; one that came to neither is unfinished."""
-    ends = np.isin(tokens, eos) & (np.arange(tokens.shape[1]) < limits[:, None])
-    stopped = np.asarray(ends.any(axis=1))
-    lengths = np.where(stopped, ends.argmax(axis=1) + 1, np.minimum(limits, tokens.shape[1]))
-    return [
-        Completion(
-            tokens[i, :n].tolist(),
-            logprobs[i, :n].tolist(),
-            "stop" if stopped[i] else "length" if n == limits[i] else "abort",
-            proofs=None if proofs is None else proofs[i],
-        )
-        for i, n in enumerate(lengths.tolist())
-    ]

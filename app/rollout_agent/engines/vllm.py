@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from app.protocol.errors import BadInput, EchoError, IntegrityError, Unavailable
-from app.rollout_agent.engines.base import Completion, EngineDied, Load, Span, Tainted
+from app.protocol.node import Weights
+from app.rollout_agent.engines.base import Completion, EngineDied, Load, Span, Tainted, check_kind
 from app.rollout_agent.engines.blueprint import Blueprint, read_blueprint
 from app.rollout_agent.engines.vllm_adapters import Adapters
 from app.rollout_agent.engines.vllm_answers import (
@@ -32,9 +33,10 @@ from app.rollout_agent.engines.vllm_answers import (
     sampling_params,
     tokens_made,
 )
+from app.rollout_agent.engines.vllm_checks import WeightChecks, make_checks
 from app.rollout_agent.engines.vllm_command import BASE_NAME, VllmOptions
 from app.rollout_agent.engines.vllm_features import features
-from app.rollout_agent.engines.vllm_life import DRAIN_S, Life
+from app.rollout_agent.engines.vllm_life import DRAIN_S, SETTLE_S, STOP_S, Life
 from app.rollout_agent.engines.vllm_payload import check_payload, readable
 from app.rollout_agent.engines.vllm_process import installed_version
 from app.snapshots.manifest import Manifest
@@ -52,11 +54,11 @@ class VllmEngine:
         self._options = options
         self._env = os.environ if env is None else env
         self._dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-        self._model = Path()
         self._blueprint: Blueprint | None = None
         self._life: Life | None = None
         self._watch: asyncio.Task[None] | None = None
         self._adapters: Adapters | None = None
+        self._checks: WeightChecks | None = None
         self._version: int | None = None
         self._quantisation: str | None = None
         self._swap = asyncio.Lock()
@@ -75,6 +77,16 @@ class VllmEngine:
     def tokenizer(self) -> Any:
         """The tokenizer that `load` opened."""
         return self._blueprint.tokenizer if self._blueprint is not None else None
+
+    @property
+    def weights(self) -> Weights | None:
+        """Of the version in force, if the engine was looked at with it."""
+        return None if self._checks is None else self._checks.told_of(self._version)
+
+    @property
+    def patience_s(self) -> float:
+        """The sum of what the calls of a start, or of a swap, may take."""
+        return max(self._options.start_timeout_s + STOP_S, SETTLE_S)
 
     @property
     def pid(self) -> int | None:
@@ -98,12 +110,13 @@ class VllmEngine:
         version = features(await installed_version(self._options.python, self._env))
         if not version.tested:
             log.warning("vLLM %s was never tested with this agent; 0.32.0 was", version.version)
-        self._model = model_dir
         self._blueprint = await asyncio.to_thread(read_blueprint, model_dir)
         await asyncio.to_thread(self._options.work_dir.mkdir, parents=True, exist_ok=True)
         life = await Life.begin(self._options, model_dir, self._blueprint, self._env)
         if self._blueprint.adapter is not None:
             self._adapters = Adapters(life, model_dir, self._options.work_dir / "adapters")
+        elif life.hashes:
+            self._checks = make_checks(life.http, self._options, model_dir, version.version, self._dtype)
         self._life = life
         self._watch = asyncio.create_task(self._watch_over(life), name="engine watch")
         log.info("vLLM %s runs as process %d", version.version, life.process.pid)
@@ -126,6 +139,7 @@ class VllmEngine:
         """Check everything aside, then swap in place. Raises IntegrityError (nothing has changed), Tainted."""
         async with self._swap:
             life, blueprint = self._living(), self._ready()
+            check_kind(manifest, adapted=self._adapters is not None)
             await asyncio.to_thread(check_payload, payload, manifest, blueprint.layout)
             aside = self._options.work_dir / "restored.safetensors"
             async with readable(payload, manifest, aside, self._dtype) as file:
@@ -136,11 +150,14 @@ class VllmEngine:
 
     async def _replace(self, life: Life, file: Path, manifest: Manifest, version: int) -> None:
         """The swap itself. Nothing is given out between the pause and the verdict."""
-        good = False
+        good, checks = False, self._checks
+        marks = await checks.prepare(file, probed=manifest.probe is not None) if checks is not None else None
         life.settled.clear()
         try:
             await life.http.pause("keep" if self._options.on_swap == "continue" else "abort")
             check_report(await life.http.load_weights(str(file)), len(manifest.weights))
+            if checks is not None:
+                await checks.verify(marks, version)
             await life.http.label(version)
             await self._resume_with_probe(life, manifest, version)
             good = True
@@ -251,7 +268,7 @@ class VllmEngine:
         await self._end()
 
     async def _end(self) -> None:
-        life, self._life, self._version, self._adapters = self._life, None, None, None
+        life, self._life, self._version, self._adapters, self._checks = self._life, None, None, None, None
         if life is not None:
             await life.end()
         if self._watch is not None:

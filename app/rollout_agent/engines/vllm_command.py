@@ -8,6 +8,7 @@ size that the model can't be split into is never asked of it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -180,6 +181,25 @@ def environment(options: VllmOptions, base: Mapping[str, str], key: str) -> dict
         kept.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         kept["OMP_NUM_THREADS"] = str(options.threads or 1)
     return kept
+
+
+def kind_of(version: str, dtype: str, machine: str, arguments: Sequence[str]) -> str:
+    """What decides in which form an engine keeps its parameters. `machine`: the GPU's name, or cpu; `arguments`: the
+    user's, of which a hash has to do."""
+    extra = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:8] if arguments else "none"
+    return f"vllm {version}, {dtype}, {machine}, arguments {extra}"
+
+
+ROUNDING = ("--dtype", "--quantization", "-q", "--hf-overrides", "--config", "--additional-config")
+"""Arguments that may make the engine keep weights in another form than the agent reckons with."""
+
+
+def keeps_values(arguments: Sequence[str], config: Mapping[str, Any]) -> bool:
+    """Whether other weights always are other parameters in the engine, going by the user's arguments and config.json:
+    one that rounds or quantises what it gets may make the same of them."""
+    names = {argument.split("=")[0].replace("_", "-") for argument in arguments}
+    names |= {name.split(".")[0] for name in names}
+    return names.isdisjoint(ROUNDING) and not config.get("quantization_config")
 
 
 def lora_rank(rank: int) -> int:

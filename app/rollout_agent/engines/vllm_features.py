@@ -10,6 +10,7 @@ never tested with these interfaces is refused or used with a warning, never take
 | `/inference/v1/generate` behind `--enable-scale-out` | 0.32 |
 | `/abort_requests` for all that runs | 0.32 |
 | layer-wise reload inside the worker | 0.32 |
+| `/weight_checker`, where there is one | 0.32 |
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ ROUTES: tuple[str, ...] = (
     "/update_weight_version",
 )
 """Paths that must be there once the server runs, whatever its version is called."""
+CHECKSUM_ROUTE = "/weight_checker"
+"""SHA-256 of each parameter. In 0.32; used where it is there, and nothing needs it."""
 LORA_ROUTES: tuple[str, ...] = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 

@@ -13,6 +13,7 @@ import httpx
 
 from app.protocol.errors import BadInput, Unavailable
 from app.rollout_agent.engines.vllm_command import BASE_NAME, HOST
+from app.rollout_agent.engines.vllm_features import CHECKSUM_ROUTE
 
 CONNECT_S = 5.0
 CONTROL_S = 30.0
@@ -21,6 +22,8 @@ PAUSE_S = 120.0
 """The step that runs has to end first."""
 LOAD_S = 600.0
 """Reading a version from disk and copying it in."""
+CHECK_S = 300.0
+"""Every worker hashes its part of the model, on one core."""
 REQUEST_S = 4 * 3600.0
 """The longest completion. A dead server ends the connection long before."""
 URGENT = -1
@@ -94,6 +97,14 @@ class EngineHttp:
         body = {"method": "echo2_load", "kwargs": {"path": path}, "timeout": LOAD_S}
         answer = await self._json("POST", "/collective_rpc", body, timeout_s=LOAD_S)
         return [dict(result) for result in answer["results"]]
+
+    async def checksums(self) -> dict[str, str]:
+        """SHA-256 (hex) of each parameter as each worker holds it; nothing is generated meanwhile."""
+        answer = await self._json("POST", CHECKSUM_ROUTE, {"action": "checksum"}, timeout_s=CHECK_S)
+        found = answer.get("checksums")
+        if not isinstance(found, dict) or not found or not all(isinstance(sha, str) for sha in found.values()):
+            raise Unavailable(f"the engine's answer to {CHECKSUM_ROUTE} has no checksums")
+        return found
 
     async def label(self, version: int) -> None:
         """Tokens from now on are of this version."""

@@ -21,18 +21,20 @@ from app.rollout_agent.engines.blueprint import Blueprint
 from app.rollout_agent.engines.vllm_answers import prompt_logprobs as logprobs_of
 from app.rollout_agent.engines.vllm_answers import scoring_params
 from app.rollout_agent.engines.vllm_command import BASE_NAME, VllmOptions, command, environment
-from app.rollout_agent.engines.vllm_features import missing_routes
+from app.rollout_agent.engines.vllm_features import CHECKSUM_ROUTE, missing_routes
 from app.rollout_agent.engines.vllm_http import URGENT, EngineHttp
 from app.rollout_agent.engines.vllm_process import EngineProcess, free_port
 
 LOOK_S = 0.2
 """Between two looks whether the server has come up."""
-SETTLE_S = 1500.0
+SETTLE_S = 1800.0
 """A version is in force or given up long before: the sum of what a swap's calls may take."""
 DYING_S = 3.0
 """So long after a failed call a dying server has to be gone."""
 SALVAGE_S = 3.0
 DRAIN_S = 15.0
+STOP_S = 60.0
+"""Ending a server, and what else there is to do before the next one starts, takes no longer."""
 
 
 class Life:
@@ -44,6 +46,8 @@ class Life:
         self.settled = asyncio.Event()
         self.settled.set()
         self.bad: int | None = None
+        self.hashes = False
+        """The server can tell checksums of its weights."""
         self.over = False
         """Nothing more is asked of it."""
         self._asked: dict[str, str] = {}
@@ -74,7 +78,9 @@ class Life:
         while not await self.http.up():
             if await self.process.ended(LOOK_S):
                 raise Unavailable(f"the engine ended while it started: {self.process.tail()}"[:1500])
-        lacking = missing_routes(await self.http.paths(), lora=blueprint.adapter is not None)
+        paths = await self.http.paths()
+        self.hashes = CHECKSUM_ROUTE in paths
+        lacking = missing_routes(paths, lora=blueprint.adapter is not None)
         if lacking:
             raise BadInput(f"vLLM {await self.http.version()} has no {', '.join(lacking)}; install vllm 0.32.0")
         await self.one_token(blueprint.eos[0], salt="start")

@@ -140,3 +140,26 @@ async def test_a_node_whose_lease_is_over_hands_over_what_its_batch_has(tmp_path
     mine = sum(len(row.completion_ids) for rows in (control.rows, *control.begun.values()) for row in rows)
     assert leave.tokens_generated == mine > 0
     assert leave.tokens_wasted == {}
+
+
+async def test_what_a_batch_engine_that_takes_too_long_still_tells_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "LOOK_S", 0.2)
+    engine, ahead = PacedEngine(TransformersEngine(threads=1), 60.0), [0.0]
+    async with running(tmp_path) as (control, _), httpx.AsyncClient() as http:
+        control.lease_s, control.max_tokens = 1e9, 100
+        life = asyncio.create_task(agent_of(control, engine, http, ahead).run())
+        await eventually(lambda: bool(control.leased), "it is at work, which takes seconds")
+        beats = len(control.beats)
+        await eventually(lambda: len(control.beats) > beats + 8, "it has sampled for a while")
+        ahead[0] = 3600.0
+        ending = await asyncio.wait_for(life, 30)
+    assert "the engine hangs" in ending.reason
+    [leave] = control.leaves
+    assert leave.unfit
+    assert control.begun, "it came back when it was interrupted"
+    assert set(leave.unfinished).isdisjoint(control.begun)
+    mine = sum(len(row.completion_ids) for rows in (control.rows, *control.begun.values()) for row in rows)
+    assert leave.tokens_generated == mine > 0
+    assert leave.tokens_wasted == {}

@@ -15,7 +15,7 @@ import httpx
 from app.protocol import trajectory
 from app.protocol.errors import BadInput, Unavailable
 from app.protocol.job import SamplingSpec
-from app.rollout_agent.batch import TextSide
+from app.protocol.node import Weights
 from app.rollout_agent.delivery import Delivery
 from app.rollout_agent.engines.base import Completion, EngineDied, Load, Span, Tainted
 from app.rollout_agent.leasing import WorkSource
@@ -23,6 +23,7 @@ from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.partials import Partials
 from app.rollout_agent.sampling import Sampler
 from app.rollout_agent.stream import StreamWorker
+from app.rollout_agent.text_side import TextSide
 from app.snapshots.manifest import Manifest
 from tests.unit.rollout_agent.fakes import Clock, Echo, Letters, Wire, accept, pool, rows_of
 
@@ -86,6 +87,8 @@ class FakeStream:
         self.closed = False
         self.deaf = False
         self.stays_dead = False
+        self.patience_s = 1500.0
+        self.weights: Weights | None = None
         self._on_swap = on_swap
 
     async def load(self, model_dir: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import importlib
 import json
 import os
@@ -76,6 +77,8 @@ class Server:
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.made = 0
+        self.held: dict[str, str] = {}
+        """Parameter → checksum, of those that the plan names; of the bytes as they are in the file."""
 
     def plan(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.plan_path.read_text())
@@ -97,6 +100,7 @@ class Server:
             "/pause": self.pause,
             "/resume": self.resume,
             "/update_weight_version": self.relabel,
+            "/weight_checker": self.checksums,
             "/abort_requests": self.abort,
             "/v1/load_lora_adapter": self.load_adapter,
             "/v1/unload_lora_adapter": self.unload_adapter,
@@ -110,6 +114,7 @@ class Server:
             gone = self.plan().get("without", [])
             routes = ["/inference/v1/generate", "/pause", "/resume", "/abort_requests", "/collective_rpc"]
             routes += ["/update_weight_version", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+            routes += ["/weight_checker"] if "parameters" in self.plan() else []
             return {"paths": {route: {} for route in routes if route not in gone}}
         if path == "/metrics":
             return (
@@ -146,8 +151,17 @@ class Server:
         return {"choices": [choice], "prompt_logprobs": prompt}
 
     async def load(self, body: dict[str, Any]) -> Any:
+        await self.checksums({})
+        path = Path(body["kwargs"]["path"])
+        for name, data in tensors(path) if self.held else ():
+            if name in self.held and name not in self.plan().get("not_taken", []):
+                self.held[name] = hashlib.sha256(data).hexdigest()
         report = {"read": self.plan().get("read", 24), "missing": self.plan().get("missing", []), "short": []}
         return {"results": [report]}
+
+    async def checksums(self, body: dict[str, Any]) -> Any:
+        self.held = self.held or dict.fromkeys(self.plan().get("parameters", []), "of no version")
+        return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": sha for name, sha in self.held.items()}}
 
     async def pause(self, body: dict[str, Any]) -> Any:
         self.going.clear()
@@ -174,6 +188,15 @@ class Server:
     async def unload_adapter(self, body: dict[str, Any]) -> Any:
         self.adapters.remove(body["lora_name"])
         return {}
+
+
+def tensors(path: Path) -> list[tuple[str, bytes]]:
+    """Name and bytes of what is in a safetensors file."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    fields = json.loads(data[8:begin])
+    at = {name: field["data_offsets"] for name, field in fields.items() if name != "__metadata__"}
+    return [(name, data[begin + first : begin + last]) for name, (first, last) in at.items()]
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ import httpx
 
 from app.protocol import trajectory
 from app.protocol.work import UploadSlot, WorkItem
-from app.rollout_agent.batch import Batch
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.engines.base import Completion, GenRequest
+from app.rollout_agent.groups import Batch
 from app.snapshots.manifest import Manifest
 from app.tasks.base import Prompt
 

@@ -16,7 +16,7 @@ from app.protocol.learner_spec import LoraSpec
 from app.rollout_agent.engines.transformers import TransformersEngine
 from app.snapshots.manifest import ADAPTER_ASSET, new_key
 from tests.unit.rollout_agent.test_transformers_engine import ENDS, PROMPTS, requests
-from tests.unit.rollout_agent.tiny import make_model, new_store, publish, write_model_files
+from tests.unit.rollout_agent.tiny import adapter_asset, make_model, new_store, publish, write_model_files
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def test_versions_are_adapters_and_samples_have_the_learners_logprobs(folder: Pa
     store, seen = new_store(tmp_path, key), []
     for version in (1, 2):
         model = learners_model(folder, version)
-        snapshot = publish(store, key, adapter_weights(model), version)
+        snapshot = publish(store, key, adapter_weights(model), version, [adapter_asset(folder)])
+        assert snapshot.manifest.kind == "adapter"
         assert snapshot.manifest.payload_bytes < 0.5 * (folder / "model.safetensors").stat().st_size
         engine.install(snapshot.payload_path, snapshot.manifest, version)
         made = engine.generate(requests())
@@ -63,10 +64,30 @@ def test_versions_are_adapters_and_samples_have_the_learners_logprobs(folder: Pa
 def test_a_whole_model_is_no_version_of_an_adapter(folder: Path, tmp_path: Path) -> None:
     engine, key = TransformersEngine(threads=1), new_key()
     engine.load(folder)
-    snapshot = publish(new_store(tmp_path, key), key, make_model(folder, seed=0).state_dict(), 0)
-    with pytest.raises(IntegrityError, match="does not fit the model"):
+    whole = make_model(folder, seed=0).state_dict()
+    for version, (state, assets, says) in enumerate([
+        (whole, [adapter_asset(folder)], "does not fit the model"),
+        (whole, [], "of the kind full"),
+        (adapter_weights(learners_model(folder, 1)), [], "of the kind full"),
+    ]):  # fmt: skip
+        snapshot = publish(new_store(tmp_path / str(version), key), key, state, version, assets)
+        with pytest.raises(IntegrityError, match=says):
+            engine.install(snapshot.payload_path, snapshot.manifest, version)
+        assert engine.version is None
+
+
+def test_an_adapter_is_no_version_of_a_whole_model(folder: Path, tmp_path: Path) -> None:
+    plain = write_model_files(tmp_path / "plain", eos=ENDS)
+    engine, key = TransformersEngine(threads=1), new_key()
+    engine.load(plain)
+    state = make_model(plain, seed=0).state_dict()
+    snapshot = publish(new_store(tmp_path / "adapter", key), key, state, 0, [adapter_asset(folder)])
+    with pytest.raises(IntegrityError, match="of the kind adapter"):
         engine.install(snapshot.payload_path, snapshot.manifest, 0)
     assert engine.version is None
+    snapshot = publish(new_store(tmp_path / "full", key), key, state, 0)
+    engine.install(snapshot.payload_path, snapshot.manifest, 0)
+    assert engine.version == 0
 
 
 @pytest.mark.parametrize(

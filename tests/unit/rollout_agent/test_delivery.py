@@ -6,9 +6,10 @@ import pytest
 from app.protocol import trajectory
 from app.protocol.errors import Gone
 from app.protocol.job import SamplingSpec
-from app.rollout_agent.batch import TextSide, sample
+from app.rollout_agent.batch import sample
 from app.rollout_agent.delivery import HOPELESS_AFTER_S, Delivery
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
+from app.rollout_agent.text_side import TextSide
 from tests.unit.rollout_agent.fakes import (
     Clock,
     Echo,

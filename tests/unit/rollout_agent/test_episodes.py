@@ -14,10 +14,13 @@ from app.protocol import trajectory
 from app.protocol.job import SamplingSpec
 from app.protocol.task_spec import TaskSpec
 from app.protocol.work import UploadSlot, WorkItem
-from app.rollout_agent.batch import Batch, TextSide, rows_of, sample, score
+from app.rollout_agent.batch import sample
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted, Span
 from app.rollout_agent.engines.transformers import TransformersEngine
 from app.rollout_agent.episodes import Seat, answered, play, play_rounds
+from app.rollout_agent.files import rows_of
+from app.rollout_agent.groups import Batch
+from app.rollout_agent.text_side import TextSide, score
 from app.snapshots.manifest import new_key
 from app.tasks.base import Prompt, Reply
 from app.tasks.registry import load_task

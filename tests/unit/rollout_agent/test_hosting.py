@@ -206,6 +206,110 @@ async def test_a_revival_waits_for_a_running_installation() -> None:
     assert (engine.version, engine.loads) == (6, 0)
 
 
+class Mortal(FakeStream):
+    """Takes nothing once it has died, until it is loaded again; never takes `misfit`."""
+
+    def __init__(self, misfit: int | None = None) -> None:
+        super().__init__()
+        self.dead = False
+        self.misfit = misfit
+
+    def die(self, lost: int = 3) -> None:
+        super().die(lost)
+        self.dead = True
+
+    async def load(self, model_dir: Path) -> None:
+        await super().load(model_dir)
+        self.dead = False
+
+    async def install(self, payload: Path, manifest: Any, version: int) -> None:
+        if self.dead or version == self.misfit:
+            raise Unavailable("the engine does not run") if self.dead else IntegrityError("it is of another model")
+        await super().install(payload, manifest, version)
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_an_engine_that_is_found_dead_by_a_version_is_loaded_again_for_it(first: bool) -> None:
+    engine = Mortal()
+    host, pins = hosted(engine)
+    if not first:
+        await host.install(snapshot(5))
+    engine.die()
+    mended = await host.install(snapshot(6))
+    assert mended is not None
+    assert "does not run" in mended.detail
+    assert (engine.version, engine.loads, pins.kept) == (6, 1, [6])
+
+
+async def test_a_dead_engine_that_then_does_not_take_the_version_gets_the_last_one() -> None:
+    engine = Mortal(misfit=6)
+    host, pins = hosted(engine)
+    await host.install(snapshot(5))
+    engine.die()
+    with pytest.raises(NotTaken, match="another model; version 5 is in force again"):
+        await host.install(snapshot(6))
+    assert (engine.version, engine.loads, pins.kept) == (5, 2, [5])
+
+
+async def test_an_engine_that_stays_dead_is_not_loaded_for_ever() -> None:
+    engine = Mortal()
+    host, _ = hosted(engine)
+    await host.install(snapshot(5))
+    engine.die()
+    tries = 0
+
+    async def load(model_dir: Path) -> None:
+        nonlocal tries
+        tries += 1
+        raise Unavailable("no engine here")
+
+    engine.load = load  # type: ignore[method-assign]
+    with pytest.raises(Tainted, match="no engine here; nor could version 5 be put in force again: no engine"):
+        await host.install(snapshot(6))
+    assert (engine.version, tries) == (None, 2)
+
+
+async def test_a_first_version_that_does_not_fit_is_no_reason_to_load_again() -> None:
+    engine = Mortal(misfit=5)
+    host, _ = hosted(engine)
+    with pytest.raises(IntegrityError, match="another model"):
+        await host.install(snapshot(5))
+    assert engine.loads == 0
+
+
+async def test_an_engine_is_swapping_while_a_step_takes_no_longer_than_it_may() -> None:
+    now = 0.0
+    seen: list[bool] = []
+
+    class Slow(FakeStream):
+        async def load(self, model_dir: Path) -> None:
+            await self._take()
+            await super().load(model_dir)
+
+        async def install(self, payload: Path, manifest: Any, version: int) -> None:
+            await self._take()
+            await super().install(payload, manifest, version)
+
+        async def _take(self) -> None:
+            nonlocal now
+            for seconds in (0.0, self.patience_s, 1.0):
+                now += seconds
+                seen.append(host.swapping)
+
+    engine = Slow()
+    engine.version = None
+    host = StreamHost(engine, Path("model"), lambda: now)
+    assert not host.swapping
+    await host.install(snapshot(5))
+    assert not host.swapping
+    assert seen == [True, True, False]
+    engine.taints = 1
+    await host.install(snapshot(6))
+    await host.load()
+    await host.restart()
+    assert seen == [True, True, False] * 7, "each step has its own time"
+
+
 class Held(FakeStream):
     """Installs when it may."""
 

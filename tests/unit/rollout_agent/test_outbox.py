@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from app.protocol.work import WorkItem
-from app.rollout_agent.batch import Group
 from app.rollout_agent.delivery import Scored
 from app.rollout_agent.engines.base import Completion, Span
+from app.rollout_agent.groups import Group
 from app.rollout_agent.outbox import shareable
 from app.tasks.base import Prompt
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from app.protocol.work import UploadSlot, WorkItem
-from app.rollout_agent.batch import Batch, Group, Sampled, own_share
 from app.rollout_agent.engines.base import Completion, Span
 from app.rollout_agent.flow import FlowMeter
+from app.rollout_agent.groups import Batch, Group, Sampled, own_share
 from app.tasks.base import Prompt
 
 

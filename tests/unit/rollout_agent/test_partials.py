@@ -13,8 +13,8 @@ from app.protocol import partial
 from app.protocol.errors import Gone
 from app.protocol.trajectory import Rollout
 from app.protocol.work import PartialRef, WorkItem
-from app.rollout_agent.batch import Begun, Group
 from app.rollout_agent.engines.base import Completion, Span
+from app.rollout_agent.groups import Begun, Group
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.partials import Partials, encoded
 from app.tasks.base import Prompt

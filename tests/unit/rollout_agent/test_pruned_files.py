@@ -7,10 +7,11 @@ import pytest
 from app.protocol import trajectory
 from app.protocol.pruning import Prune, kept
 from app.protocol.work import UploadSlot, WorkItem
-from app.rollout_agent.batch import Group, TextSide
 from app.rollout_agent.delivery import Delivery, Scored
 from app.rollout_agent.engines.base import Completion, Span
+from app.rollout_agent.groups import Group
 from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.text_side import TextSide
 from app.tasks.base import Prompt
 from tests.unit.rollout_agent.fakes import Clock, Echo, Letters, Wire, accept, pool, rows_of
 

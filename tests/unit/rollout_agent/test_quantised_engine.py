@@ -13,11 +13,13 @@ import torch
 from app.protocol import trajectory
 from app.protocol.job import SamplingSpec
 from app.protocol.work import UploadSlot, WorkItem
-from app.rollout_agent.batch import Batch, sample, to_file
+from app.rollout_agent.batch import sample
 from app.rollout_agent.engines.base import Completion, GenRequest, Tainted
 from app.rollout_agent.engines.check import check_loaded
 from app.rollout_agent.engines.paced import PacedEngine
 from app.rollout_agent.engines.transformers import TransformersEngine
+from app.rollout_agent.files import to_file
+from app.rollout_agent.groups import Batch
 from app.snapshots import Snapshot, quantise
 from app.snapshots.codec import decode
 from app.snapshots.manifest import new_key

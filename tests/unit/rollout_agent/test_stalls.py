@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from app.rollout_agent.faults import Faults
 from app.rollout_agent.hosting import StreamHost
 from app.rollout_agent.measure import Rates
-from app.rollout_agent.stalls import LOOK_S, Hung, StallWatch, hangs, judge, silent
+from app.rollout_agent.stalls import LEAST_SILENT_S, LOOK_S, Hung, StallWatch, hangs, judge, silent
 from app.rollout_agent.watching import watch_of
 from tests.unit.rollout_agent.fake_stream import GROUP, Desk, FakeStream, Shift
 
@@ -123,9 +124,14 @@ class Watched:
 
     def __init__(self, shift: Shift, engine: Probed, folder: Path) -> None:
         self.shift, self.engine = shift, engine
-        self.host = StreamHost(engine, folder)
-        self.watch = watch_of(
-            shift.worker, self.host, engine, Faults(shift.desk.wire.client(shift.clock), shift.ledger),
+        self.host = StreamHost(engine, folder, shift.clock)
+        self.watch = self.watching()
+
+    def watching(self) -> StallWatch:
+        """A watch that has seen nothing yet."""
+        shift = self.shift
+        return watch_of(
+            shift.worker, self.host, self.engine, Faults(shift.desk.wire.client(shift.clock), shift.ledger),
             probe=lambda: Rates(1.0, 2000.0), max_tokens=8192, clock=shift.clock,
         )  # fmt: skip
 
@@ -194,3 +200,72 @@ async def test_a_streaming_engine_of_which_nothing_was_measured_has_the_time_of_
         assert case.engine.probes == 0
         await case.quiet(LOOK_S)
         assert (case.engine.probes, case.engine.loads) == (1, 1), "a bound that long needs no second probe"
+
+
+@pytest.mark.parametrize("finished", [0, 3], ids=["judged by its longest samples", "asked early"])
+async def test_a_swap_that_takes_long_is_no_engine_that_hangs(tmp_path: Path, finished: int) -> None:
+    may = asyncio.Event()
+    async with watched(tmp_path, finished=finished) as case:
+        take, case.engine.patience_s = case.engine.install, 4000.0
+
+        async def install(payload: Path, manifest: Any, version: int) -> None:
+            await may.wait()
+            await take(payload, manifest, version)
+
+        case.engine.install = install  # type: ignore[method-assign]
+        snapshot: Any = SimpleNamespace(payload_path=None, manifest=None, version=1)
+        swap = asyncio.create_task(case.host.install(snapshot))
+        await asyncio.sleep(0)
+        case.shift.clock.now += 3000.0
+        await case.quiet(600.0)
+        assert (case.engine.probes, case.hung) == (0, [])
+        may.set()
+        await swap
+        await case.quiet(LEAST_SILENT_S)
+        assert case.engine.probes == 0, "what it was to give, it has from now on its time for"
+        case.shift.clock.now += 3000.0
+        await case.quiet(2 * LOOK_S)
+        assert (len(case.hung), case.engine.loads) == (1, 1), "it is asked again afterwards"
+
+
+async def test_a_probe_that_meets_a_swap_counts_for_nothing(tmp_path: Path) -> None:
+    async with watched(tmp_path, finished=3) as case:
+        may = asyncio.Event()
+
+        async def healthy(timeout_s: float) -> bool:
+            case.engine.probes += 1
+            swaps.append(asyncio.create_task(case.host.load()))
+            await asyncio.sleep(0)
+            return False
+
+        async def load(model_dir: Path) -> None:
+            await may.wait()
+
+        swaps: list[asyncio.Task[None]] = []
+        case.engine.healthy, case.engine.load = healthy, load  # type: ignore[method-assign]
+        case.watch = case.watching()
+        case.shift.clock.now += 3000.0
+        await case.watch.look()
+        may.set()
+        await asyncio.gather(*swaps)
+        assert (case.engine.probes, case.hung) == (1, [])
+
+
+async def test_a_swap_that_outlasts_its_own_time_is_asked_after(tmp_path: Path) -> None:
+    async with watched(tmp_path, finished=0) as case:
+
+        async def install(payload: Path, manifest: Any, version: int) -> None:
+            await asyncio.Event().wait()
+
+        case.engine.install = install  # type: ignore[method-assign]
+        snapshot: Any = SimpleNamespace(payload_path=None, manifest=None, version=1)
+        swap = asyncio.create_task(case.host.install(snapshot))
+        await asyncio.sleep(0)
+        await case.quiet(case.engine.patience_s)
+        assert case.engine.probes == 0
+        case.shift.clock.now += 3000.0
+        looking = asyncio.create_task(case.watch.look())
+        await case.shift.until(lambda: len(case.hung) == 1, "it is told", steps=False)
+        for task in (looking, swap):
+            task.cancel()
+        await asyncio.gather(looking, swap, return_exceptions=True)

@@ -13,7 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from app.protocol.errors import BadInput, IntegrityError, Unavailable
 from app.protocol.job import SamplingSpec
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted
-from app.rollout_agent.engines.transformers import TransformersEngine, draw
+from app.rollout_agent.engines.drawing import draw
+from app.rollout_agent.engines.transformers import TransformersEngine
 from app.snapshots.manifest import new_key
 from tests.unit.rollout_agent.tiny import EOS, VOCABULARY, make_model, new_store, publish, write_model_files
 

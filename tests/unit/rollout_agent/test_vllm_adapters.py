@@ -19,7 +19,7 @@ from app.rollout_agent.engines.vllm import VllmEngine
 from app.rollout_agent.engines.vllm_command import MAX_LORAS, VllmOptions
 from app.snapshots.manifest import ADAPTER_ASSET, Probe, new_key
 from tests.unit.rollout_agent.fake_vllm import Plan, interpreter
-from tests.unit.rollout_agent.tiny import new_store, write_model_files
+from tests.unit.rollout_agent.tiny import adapter_asset, new_store, write_model_files
 
 RANK = 2
 
@@ -36,7 +36,7 @@ class Setup:
         options = VllmOptions(python=interpreter(root / "python"), device="cpu", work_dir=root / "vllm")
         self.engine = VllmEngine(options, self.plan.env)
 
-    async def install(self, version: int, logprob: float = -0.25) -> None:
+    async def install(self, version: int, logprob: float = -0.25, *, described: bool = True) -> None:
         state = {}
         for layer in range(2):
             name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
@@ -44,8 +44,9 @@ class Setup:
             state[f"{name}.lora_B.weight"] = torch.full((32, RANK), float(version))
         probe = Probe(token_ids=[5, 6, 7], logprobs=[logprob] * 2)
         snapshot = self.store.publish(
-            state, version=version, key=self.key, deltas=False, probe=lambda _: probe
-        ).snapshot
+            state, version=version, key=self.key, deltas=False, probe=lambda _: probe,
+            assets=[adapter_asset(self.model)] if described else [],
+        ).snapshot  # fmt: skip
         await self.engine.install(snapshot.payload_path, snapshot.manifest, version)
 
     def sample(self, max_tokens: int = 3) -> asyncio.Task[Completion]:
@@ -124,6 +125,13 @@ async def test_an_adapter_that_is_not_the_learners_never_gets_into_force(setup: 
     assert setup.engine.version == 1
     assert list((await setup.sample()).spans) == [Span(1, 0)]
     assert len(setup.folders()) == 1
+
+
+async def test_a_version_of_another_kind_is_refused_before_the_engine_sees_it(setup: Setup) -> None:
+    with pytest.raises(IntegrityError, match="of the kind full"):
+        await setup.install(1, described=False)
+    assert setup.engine.version is None
+    assert setup.plan.calls("/v1/load_lora_adapter") == []
 
 
 def test_the_registry_makes_it_from_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from app.protocol import trajectory
 from app.protocol.errors import BadInput, Gone, TaskFailed
 from app.protocol.job import SamplingSpec
 from app.protocol.partial import encode_partial
-from app.rollout_agent.batch import TextSide
 from app.rollout_agent.delivery import Delivery
 from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
 from app.rollout_agent.partials import Partials
+from app.rollout_agent.text_side import TextSide
 from app.rollout_agent.worker import Worker
 from app.tasks.base import Prompt
 from tests.unit.rollout_agent.fakes import Clock, Echo, Letters, ScriptedEngine, Wire, accept, pool, problem, rows_of
@@ -28,9 +28,10 @@ from tests.unit.rollout_agent.fakes import Clock, Echo, Letters, ScriptedEngine,
 class Shift:
     """A worker that drains itself after so many leases."""
 
-    def __init__(self, leases: int, *, failures: Sequence[Exception] = (), **answers: Any) -> None:
+    def __init__(self, leases: int, *, failures: Sequence[Exception] = (), max_tokens: int = 2, **answers: Any) -> None:
         self.engine: ScriptedEngine = ScriptedEngine(failures)
-        self.task = Echo()
+        self.task: Any = Echo()
+        self.max_tokens = max_tokens
         self.clock = Clock()
         self.ledger = WorkLedger(self.clock)
         self.wire = Wire({"work": self._work, "trajectories": accept, **answers})
@@ -64,13 +65,13 @@ class Shift:
                 Partials(
                     client,
                     self.ledger,
-                    max_tokens=2,
+                    max_tokens=self.max_tokens,
                     max_upload_bytes=10**6,
                     quantisation=lambda: None,
                     oldest_admissible=lambda: None,
                 ),
                 self.ledger,
-                sampling=SamplingSpec(max_tokens=2),
+                sampling=SamplingSpec(max_tokens=self.max_tokens),
                 engine_pool=engine_pool,
                 clock=self.clock,
             )

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from app.snapshots.manifest import public_hex
+from app.snapshots.manifest import ADAPTER_ASSET, AssetEntry, public_hex
 from app.snapshots.store import Snapshot, SnapshotStore
 
 torch.set_num_threads(1)
@@ -66,6 +67,18 @@ def new_store(root: Path, key: Ed25519PrivateKey) -> SnapshotStore:
     return SnapshotStore(root, job_id=JOB, public_key=public_hex(key))
 
 
-def publish(store: SnapshotStore, key: Ed25519PrivateKey, state: Mapping[str, torch.Tensor], version: int) -> Snapshot:
+def publish(
+    store: SnapshotStore,
+    key: Ed25519PrivateKey,
+    state: Mapping[str, torch.Tensor],
+    version: int,
+    assets: Sequence[AssetEntry] = (),
+) -> Snapshot:
     """Publish a state dict as a version."""
-    return store.publish_full(state, version=version, key=key)
+    return store.publish_full(state, version=version, key=key, assets=assets)
+
+
+def adapter_asset(folder: Path) -> AssetEntry:
+    """What says that a version is an adapter, from a folder of model files."""
+    data = (folder / ADAPTER_ASSET).read_bytes()
+    return AssetEntry(path=ADAPTER_ASSET, size=len(data), blake3=blake3(data).hexdigest())
