@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.protocol.errors import EchoError
+from app.protocol.errors import EchoError, Unavailable
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Cheap GPUs for RL post-training.")
 job_app = typer.Typer(no_args_is_help=True, help="Jobs.")
@@ -55,7 +55,7 @@ def marketplace(
     speed: Annotated[float, typer.Option(help="Machines so many times as fast as the price list says.")] = 1.0,
 ) -> None:
     """Run the local marketplace alone. Its key: ECHO2_MARKETPLACE_API_KEY."""
-    from providers.marketplace.config import DEFAULT_MACHINES, MarketConfig
+    from providers.marketplace.config import DEFAULT_MACHINES, ConfigError, MarketConfig
     from providers.marketplace.server import serve as run
 
     _logging()
@@ -67,7 +67,10 @@ def marketplace(
         state_dir=state, api_key=key, port=port, control_enabled=control, machines_file=machines or DEFAULT_MACHINES,
         speed=speed,
     )  # fmt: skip
-    asyncio.run(run(config, lambda url: print(f"marketplace at {url}", flush=True)))
+    try:
+        asyncio.run(run(config, lambda url: print(f"marketplace at {url}", flush=True)))
+    except ConfigError as error:
+        raise Unavailable(f"the marketplace can't start: {error}") from error
 
 
 @app.command()
@@ -162,10 +165,13 @@ def job_submit(
     file: Annotated[str, typer.Argument(help="JSON file, or - for standard input.")], as_json: Json = False
 ) -> None:
     """Start a job."""
-    raw = sys.stdin.read() if file == "-" else Path(file).read_text()
+    try:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"{file} can't be read: {error.strerror}") from error
     try:
         body = json.loads(raw)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{file} is not JSON: {error}") from error
     answer = _call("POST", "/v1/jobs", body)
     print(json.dumps(answer, indent=2) if as_json else answer["id"])

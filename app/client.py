@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from app.protocol.errors import EchoError, FieldError, Unauthorized, Unavailable
+from app.protocol.errors import EchoError, FieldError, Malformed, Unauthorized, Unavailable
 
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 
@@ -27,8 +27,11 @@ class Problem(EchoError):
 
 
 def address() -> str:
-    """Where the service is: ECHO2_URL, else ECHO2_PUBLIC_URL, else the default."""
-    return (os.environ.get("ECHO2_URL") or os.environ.get("ECHO2_PUBLIC_URL") or "http://127.0.0.1:8080").rstrip("/")
+    """Where the service is: ECHO2_URL, else ECHO2_PUBLIC_URL, else the default. Raises Malformed."""
+    url = os.environ.get("ECHO2_URL") or os.environ.get("ECHO2_PUBLIC_URL") or "http://127.0.0.1:8080"
+    if not url.startswith(("http://", "https://")):
+        raise Malformed("ECHO2_URL is not a URL of http or https; expected one such as http://127.0.0.1:8080")
+    return url.rstrip("/")
 
 
 def api_key() -> str:

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -22,10 +23,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
+from sqlalchemy.exc import SQLAlchemyError
 
 from app.main import create_app, marketplace_key, state_folder
 from app.protocol.errors import Unavailable
 from app.settings import Settings
+from app.settings_values import own_url
 from app.storage.database import Database
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ def embedded_marketplace(settings: Settings) -> Iterator[None]:
     process = _left_behind(folder, port) if found else _start(settings, folder, port)
     try:
         if process is not None and not found:
-            _wait(settings.marketplace_url, process)
+            _wait(settings, process)
         yield
     finally:
         if process is not None:
@@ -117,24 +120,73 @@ def _environment(settings: Settings) -> dict[str, str]:
     }
 
 
-def _wait(url: str, process: psutil.Process) -> None:
+def _wait(settings: Settings, process: psutil.Process) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not _answers(url):
+    while not _answers(settings.marketplace_url):
         if not process.is_running() or process.status() == "zombie":
-            raise Unavailable("the local marketplace ended as soon as it began; see marketplace.log")
+            raise Unavailable(
+                f"the local marketplace ended as soon as it began; {settings.state_dir}/marketplace.log says why. If "
+                "something else uses its port, set ECHO2_MARKETPLACE_URL to another one"
+            )
         if time.monotonic() > deadline:
-            raise Unavailable(f"the local marketplace did not answer at {url} within {START_TIMEOUT_S:.0f} s")
+            raise Unavailable(
+                f"the local marketplace did not answer at {settings.marketplace_url} within {START_TIMEOUT_S:.0f} s"
+            )
         time.sleep(0.1)
 
 
 async def _alone(settings: Settings) -> None:
-    """Raises Unavailable while another service uses the database: before its marketplace is taken for a leftover."""
-    state_folder(settings)
+    """Raises Unavailable while another service uses the database: before its marketplace is taken for a leftover.
+
+    Raises it, too, for a state folder that can't be made and a database that does not let us in.
+    """
+    try:
+        state_folder(settings)
+    except OSError as error:
+        raise Unavailable(f"ECHO2_STATE_DIR: {settings.state_dir} can't be made: {error.strerror}") from error
     database = Database(settings.database_url)
     try:
         await database.claim()
+    except (OSError, SQLAlchemyError) as error:
+        # What SQLAlchemy says itself has lines of advice for programmers.
+        why = str(getattr(error, "orig", None) or error).partition("\n")[0]
+        raise Unavailable(f"ECHO2_DATABASE_URL: the database can't be used: {why}") from error
     finally:
         await database.close()
+
+
+@contextmanager
+def _addresses(settings: Settings) -> Iterator[list[socket.socket]]:
+    """What is served, taken before anything starts: a service that nobody can reach must rent nothing.
+
+    Raises Unavailable.
+    """
+    with ExitStack() as stack:
+        listeners = []
+        try:
+            found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in found:
+                listener = stack.enter_context(socket.socket(family, kind, protocol))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(address)
+                listeners.append(listener)
+        except OSError as error:
+            why = f"can't listen on {settings.host} port {settings.port}: {error.strerror}"
+            raise Unavailable(f"ECHO2_HOST, ECHO2_PORT: {why}") from error
+        yield listeners
+
+
+class _Server(uvicorn.Server):
+    """Tells when it answers; uvicorn says nothing of sockets that it was handed."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer."""
+        await super().startup(sockets=sockets)
+        for listener in sockets or () if self.started else ():
+            host, port = listener.getsockname()[:2]
+            log.info("listening on %s", own_url(host, port))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -146,9 +198,14 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     asyncio.run(_alone(settings))
     # uvicorn raises the signal again when it has shut down; without a handler that would end us at once.
     signal.signal(signal.SIGTERM, _exit)
-    with embedded_marketplace(settings):
+    with _addresses(settings) as listeners, embedded_marketplace(settings):
         app = create_app(settings, announce=announce)
-        uvicorn.run(
-            app, host=settings.host, port=settings.port, log_level=settings.log_level, access_log=False,
-            timeout_graceful_shutdown=5,
-        )  # fmt: skip
+        config = uvicorn.Config(app, log_level=settings.log_level, access_log=False, timeout_graceful_shutdown=5)
+        server = _Server(config)
+        try:
+            server.run(sockets=listeners)
+        except KeyboardInterrupt:
+            # uvicorn has shut down in order and tells why.
+            return
+        if not server.started:
+            raise Unavailable("the service did not start; the lines above say why")

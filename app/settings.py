@@ -228,6 +228,13 @@ class Settings(BaseSettings):
             raise ValueError(f"must exceed ECHO2_HEARTBEAT_SECONDS, which is {beat:g}")
         return value
 
+    @field_validator("task_dir", "agent_constraints")
+    @classmethod
+    def _is_there(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and not (value.is_dir() if info.field_name == "task_dir" else value.is_file()):
+            raise ValueError(f"{value} is not there")
+        return value
+
     @classmethod
     def settings_customise_sources(
         cls,

@@ -1,12 +1,16 @@
-"""Live view of a job in a terminal. Invariant: it only reads; ending the view ends nothing else."""
+"""Live view of a job in a terminal.
+
+Invariant: it only reads; ending the view ends nothing else, and a service that is started again does not end the view.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -14,9 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from app.client import client, unwrap
+from app.protocol.errors import Unavailable
 from app.protocol.job import FINAL_STATUSES
 
 POLL_S = 1.0
+SILENCE_S = 300.0
+"""A service that was there and has not answered for so long is not merely being started again."""
 SHOWN_EVENTS = 8
 
 
@@ -105,14 +112,34 @@ class Feed:
         self.events.extend(unwrap(self.http.get(f"{self.base}/events", params=params))["items"])
 
 
-def watch(job_id: str) -> int:
-    """Follow a job until it ends. Returns 0 only if it succeeded."""
-    console = Console()
-    with client() as http, Live(console=console, refresh_per_second=4) as live:
-        feed = Feed(http, job_id)
-        while True:
+def follow(
+    feed: Feed,
+    show: Callable[[RenderableType], None],
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Show a job until it ends. Returns 0 only if it succeeded.
+
+    Raises Unavailable when the service never answered, or has not for SILENCE_S.
+    """
+    screen: RenderableType | None = None
+    answered = clock()
+    while True:
+        try:
             job, fleet = feed.read()
-            live.update(view(job, fleet, feed.events))
+        except httpx.TransportError as error:
+            if screen is None or clock() - answered >= SILENCE_S:
+                raise Unavailable(f"no answer from {feed.http.base_url}: {error}; is `echo2 serve` running?") from error
+            show(Group(screen, Text(f"no answer from {feed.http.base_url}: {error}; trying again", style="yellow")))
+        else:
+            answered, screen = clock(), view(job, fleet, feed.events)
+            show(screen)
             if job["status"] in FINAL_STATUSES:
                 return 0 if job["status"] == "succeeded" else 1
-            time.sleep(POLL_S)
+        sleep(POLL_S)
+
+
+def watch(job_id: str) -> int:
+    """Follow a job in this terminal until it ends. Returns 0 only if it succeeded. Raises Unavailable."""
+    with client() as http, Live(console=Console(), refresh_per_second=4) as live:
+        return follow(Feed(http, job_id), live.update)

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy import select
 
 from app.api.deps import CallerDep, Services, ServicesDep
-from app.api.paging import Limit
+from app.api.paging import Cursor, Limit, decode, encode
 from app.api.tables import table, text_response, wants_text
 from app.fleet.offers import TEXT_COLUMNS, default_view, offer_view, ranked_for, text_row
 from app.fleet.priced import JobView
@@ -83,7 +83,7 @@ async def whole_fleet(request: Request, who: CallerDep, svc: ServicesDep) -> Res
     """Nodes of all jobs that are not over, and what ails the providers."""
     async with svc.core.db.read() as session:
         jobs = list(await session.scalars(select(Job).where(Job.status.not_in(list(FINAL_STATUSES)))))
-        view = await svc.views.fleet(session, jobs) if jobs else {"capacity": {}, "nodes": []}
+        view = await svc.views.fleet(session, jobs)
         room = await svc.accounts.room(session)
     trouble = {**svc.market.troubles(), **svc.reconciler.trouble, **svc.accounts.troubles()}
     view["caps"] = svc.accounts.view(room)
@@ -127,8 +127,13 @@ async def offers(
     svc: ServicesDep,
     job_id: Annotated[str | None, Query()] = None,
     limit: Limit = 200,
+    cursor: Cursor = None,
 ) -> Response:
-    """The market as a job sees it, ranked by ρ; without a job for an assumed one, which the answer tells of."""
+    """The market as a job sees it, ranked by ρ; without a job for an assumed one, which the answer tells of.
+
+    A cursor counts ranks: what the market did between two pages may show an offer twice, or not at all.
+    """
+    seen = max(0, decode(cursor) or 0)
     view = await _job_view(svc, job_id)
     names = view.spec.fleet.providers or list(svc.core.providers)
     await svc.market.refresh(names, view.spec.fleet.interruptible, max_age_s=svc.core.settings.offer_refresh_seconds)
@@ -137,12 +142,13 @@ async def offers(
         view = await svc.market.informed(session, view)
         ranking = await svc.market.ranked(session, view)
     ranked = barred(ranking, lambda p: room.why_not(p.offer.provider, p.price.total))
-    rows = [offer_view(p) for p in ranked[:limit]]
+    rows = [offer_view(p) for p in ranked[seen : seen + limit]]
+    more = encode(seen + limit) if len(ranked) > seen + limit else None
     basis = ranked_for(view, job_id)
     if wants_text(request):
         return text_response(f"{basis['text']}\n\n{table([text_row(r) for r in rows], TEXT_COLUMNS)}")
     troubles = svc.market.troubles()
-    return JSONResponse({"ranked_for": basis, "items": rows, "next_cursor": None, "providers": troubles})
+    return JSONResponse({"ranked_for": basis, "items": rows, "next_cursor": more, "providers": troubles})
 
 
 async def _job_view(svc: Services, job_id: str | None) -> JobView:

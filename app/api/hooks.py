@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, Field, ValidationError
 
 from app.api.deps import ServicesDep
-from app.api.problems import json_pointer
+from app.api.problems import json_pointer, what_to_change
 from app.api.security import verify_webhook
 from app.protocol.base import Strict, micros
 from app.protocol.errors import BadInput, FieldError, Unavailable
@@ -67,8 +67,9 @@ def _parse(body: bytes, now: float) -> SpotPriceHook:
     try:
         hook = SpotPriceHook.model_validate_json(body)
     except ValidationError as error:
-        fields = [FieldError(json_pointer(e["loc"]), e["msg"]) for e in error.errors()]
-        raise BadInput("the spot price can't be read", errors=fields) from error
+        fields = [FieldError(json_pointer(e["loc"]), what_to_change(e)) for e in error.errors()]
+        first = f"{fields[0].pointer or 'body'}: {fields[0].detail}"
+        raise BadInput(f"the spot price can't be read: {first}", errors=fields) from error
     if hook.effective_at > datetime.fromtimestamp(now, UTC) + MAX_AHEAD:
         raise BadInput(
             "effective_at is more than a day ahead", errors=[FieldError("/effective_at", "not so far ahead")]

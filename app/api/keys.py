@@ -5,24 +5,27 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field
 from sqlalchemy import select
 
 from app.api.deps import AdminDep, ServicesDep
 from app.api.idempotency import key_of
 from app.api.security import API_KEY, hash_key, new_key
-from app.protocol.base import Strict
+from app.api.tables import table, text_response, wants_text
+from app.protocol.base import Printable, Strict
 from app.protocol.errors import Conflict, NotFound
 from app.storage.models import ApiKey
 
 router = APIRouter(prefix="/v1/keys", tags=["keys"])
+COLUMNS = ("id", "name", "admin", "revoked")
 
 
 class NewKey(Strict):
     """A key to be made."""
 
-    name: str = Field(min_length=1, max_length=200)
+    name: Printable = Field(min_length=1, max_length=200)
     admin: bool = False
 
 
@@ -53,12 +56,14 @@ async def create_key(body: NewKey, request: Request, who: AdminDep, svc: Service
 
 
 @router.get("")
-async def list_keys(who: AdminDep, svc: ServicesDep) -> dict[str, Any]:
+async def list_keys(request: Request, who: AdminDep, svc: ServicesDep) -> Response:
     """All keys, without the keys."""
     async with svc.core.db.read() as session:
         rows = list(await session.scalars(select(ApiKey).order_by(ApiKey.created_at)))
     items = [{"id": r.id, "name": r.name, "admin": r.admin, "revoked": r.revoked_at is not None} for r in rows]
-    return {"items": items, "next_cursor": None}
+    if wants_text(request):
+        return text_response(table(items, COLUMNS))
+    return JSONResponse({"items": items, "next_cursor": None})
 
 
 @router.delete("/{key_id}", status_code=204)

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.problems import REQUEST_ID_HEADER, problem
-from app.protocol.errors import TooLarge
+from app.protocol.errors import Malformed, TooLarge
 
 DEFAULT_MAX_BODY_BYTES = 1 << 20
 DRAIN_BYTES = 16 << 20
@@ -81,6 +81,10 @@ class BodyLimitMiddleware:
         """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if "\0" in scope["path"] or b"%00" in scope.get("query_string", b""):
+            # PostgreSQL keeps no text with one, and no name here has one.
+            await problem(Malformed("an address can't hold a zero byte"))(scope, receive, send)
             return
         override = self._limit_for(scope["method"], scope["path"])
         limit = self._max_bytes if override is None else override

@@ -127,6 +127,9 @@ async def _on_validation(request: Request, error: Exception) -> Problem:
         position, why = unreadable[0]["loc"][-1], unreadable[0].get("ctx", {}).get("error", "")
         return problem(Malformed(f"the body is not JSON: {why} at character {position}"))
     errors = [_explain(e) for e in found]
+    if any(e["loc"] == ("body",) and isinstance(e.get("input"), bytes) for e in found):
+        # It was not even looked at: curl -d says that what it sends is a form.
+        errors = [{"in": "header", "pointer": "/Content-Type", "detail": "send Content-Type: application/json"}]
     first = f"{errors[0]['pointer'] or errors[0]['in']}: {errors[0]['detail']}" if errors else "see errors"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     detail = f"the request is not valid: {first}{more}"
@@ -136,13 +139,19 @@ async def _on_validation(request: Request, error: Exception) -> Problem:
 def _explain(error: Mapping[str, Any]) -> dict[str, str]:
     """One error of pydantic: where (`in` is body, query, path, header or cookie), and what to change."""
     place, *parts = error["loc"] or ("body",)
-    if error["type"] == "extra_forbidden":
-        detail = "there is no such field; remove it"
-    elif error["type"] == "missing":
-        detail = "this field is required"
-    else:
-        detail = str(error["msg"]).removeprefix("Value error, ")
-    return {"in": str(place), "pointer": json_pointer(parts), "detail": detail}
+    return {"in": str(place), "pointer": json_pointer(parts), "detail": what_to_change(error)}
+
+
+def what_to_change(error: Mapping[str, Any]) -> str:
+    """One error of pydantic in words for who wrote the request."""
+    match error["type"]:
+        case "extra_forbidden":
+            return "there is no such field; remove it"
+        case "missing":
+            return "this field is required"
+        case "model_attributes_type" | "model_type" | "dict_type":
+            return "must be a JSON object"
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 async def _on_http(request: Request, error: Exception) -> Problem:
@@ -155,9 +164,19 @@ async def _on_http(request: Request, error: Exception) -> Problem:
     if status is HTTPStatus.NOT_FOUND and detail == status.phrase:
         detail = f"there is nothing at {request.url.path}"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow")
+        allowed = ", ".join(_methods(request)) or (error.headers or {}).get("Allow", "")
         detail = f"{request.method} is not possible here" + (f"; possible: {allowed}" if allowed else "")
+        return Problem(status=int(status), code=code, title=title, detail=detail, headers={"Allow": allowed})
     return Problem(status=int(status), code=code, title=title, detail=detail, headers=error.headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """What may be done at this path; the framework itself names only the methods of the first route that has it."""
+    found: set[str] = set()
+    for template, operations in request.app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\{[^}]*\}", "[^/]+", template), request.url.path):
+            found |= {method.upper() for method in operations}
+    return sorted(found)
 
 
 async def _on_surprise(request: Request, error: Exception) -> Problem:

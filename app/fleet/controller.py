@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -17,9 +16,10 @@ from app.fleet import activation, sight
 from app.fleet.accounts import Accounts
 from app.fleet.bidding import Bidding
 from app.fleet.books import books
+from app.fleet.choice import Choice
 from app.fleet.core import Core
 from app.fleet.demand import Demand
-from app.fleet.leases import RENTING, Choice, Leases
+from app.fleet.leases import RENTING, Leases
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.market import Market, matches
 from app.fleet.nodes import Nodes
@@ -27,6 +27,7 @@ from app.fleet.priced import JobView
 from app.fleet.purse import Room
 from app.fleet.ranking import Ranking
 from app.fleet.spending import Spending
+from app.fleet.weighed import Weighed
 from app.fleet.work import Work
 from app.protocol.base import usd
 from app.protocol.job import JobSpec
@@ -35,38 +36,7 @@ from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
 
 log = logging.getLogger(__name__)
 
-URGENT = 0.7
-"""A pool below this share of its target is filled at once."""
 LOOPING = RENTING
-
-
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """A decision and what it was made of."""
-
-    running: list[activation.Running]
-    wanted: Ranking
-    """The offers that the candidates of the decision were taken from."""
-    decision: activation.Decision
-    slots: int
-    """The most machines that the job may have at once, those on their way out left out."""
-    most: float
-    """The most throughput that one machine may count for."""
-    target: float
-    policy: activation.Policy
-
-    @property
-    def planned(self) -> float:
-        """Throughput of what runs and of what boots."""
-        return sum(r.candidate.mu for r in self.running)
-
-    @property
-    def urgent(self) -> bool:
-        """Whether waiting for a second look would cost more than it saves."""
-        leaving = any(
-            r.endangered or r.ending or (r.outbid and r.candidate.key not in self.decision.rebid) for r in self.running
-        )
-        return leaving or self.planned < URGENT * self.target or len(self.running) > self.slots
 
 
 class Controller:

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import money
 from app.fleet.metrics import Metrics
+from app.fleet.storewatch import StoreWatch
 from app.fleet.waiting import Waits
 from app.fleet.weights import Told
 from app.settings import Settings
@@ -106,6 +107,11 @@ class Core:
     """Lease → when a webhook last told the price of its machine."""
     started_at: float = 0.0
     """When this process began: nobody is lost for silence while nobody listened."""
+    store: StoreWatch = field(init=False)
+    """Whether the object store can be used."""
+
+    def __post_init__(self) -> None:
+        self.store = StoreWatch(self.objects, self.clock)
 
     def wind_down_s(self, leases: Iterable[money.Costed]) -> float:
         """How long it takes to give these back, those that are over left out: the setting, and what they wait for each

@@ -15,9 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import budget, forecast, money
 from app.fleet.books import books
 from app.fleet.core import Core
+from app.fleet.tally import Tally, costed, tally
 from app.protocol.base import moment, usd
 from app.protocol.job import JobStatus
-from app.storage.models import Job, Lease, ProviderBill, Step
+from app.storage.models import Job, Step
 
 FORETOLD = (JobStatus.PROVISIONING, JobStatus.RUNNING)
 
@@ -30,42 +31,36 @@ class Costs:
 
     async def view(self, session: AsyncSession, jobs: Sequence[Job]) -> dict[str, Any]:
         """Money of one job, or of many."""
-        ids, now = [j.id for j in jobs], self.core.clock()
-        leases = list(await session.scalars(select(Lease).where(Lease.job_id.in_(ids)).order_by(Lease.created_at)))
-        bills = await _bills(session, ids)
-        by_kind = dict.fromkeys(money.KINDS, 0)
-        by_provider: dict[str, int] = {}
-        rows = []
-        for lease in leases:
-            amounts = money.spent(lease, now)
-            for kind, amount in amounts.items():
-                by_kind[kind] += amount
-            total = sum(amounts.values())
-            by_provider[lease.provider] = by_provider.get(lease.provider, 0) + total
-            if lease.exists_since is not None:
-                rows.append(lease_row(lease, total, bills.get(lease.id)))
-        spent, steps = sum(by_kind.values()), sum(j.step for j in jobs)
-        committed = sum(self._exposure(j, [x for x in leases if x.job_id == j.id]).committed for j in jobs)
+        return self._view(jobs, tally(await costed(session, [j.id for j in jobs]), self.core.clock()))
+
+    def _view(self, jobs: Sequence[Job], found: Tally) -> dict[str, Any]:
+        spent, steps = sum(found.by_kind.values()), sum(j.step for j in jobs)
+        committed = sum(self._exposure(j, found.live.get(j.id, ()), found.over.get(j.id, 0)).committed for j in jobs)
         return {
             "budget_usd": usd(sum(j.budget_micros for j in jobs)),
             "spent_usd": usd(spent),
             "committed_usd": usd(committed),
-            "provider_bill_usd": usd(sum(b.micros for b in bills.values())) if bills else None,
-            "by_kind": {k: usd(v) for k, v in by_kind.items()},
-            "by_provider": {k: usd(v) for k, v in by_provider.items()},
-            "leases": rows,
+            "provider_bill_usd": usd(found.billed) if found.billed is not None else None,
+            "by_kind": {k: usd(v) for k, v in found.by_kind.items()},
+            "by_provider": {k: usd(v) for k, v in found.by_provider.items()},
+            "leases": found.rows,
             "usd_per_step": usd(round(spent / steps)) if steps else None,
             "steps": steps,
         }
 
     async def job(self, session: AsyncSession, job: Job) -> dict[str, Any]:
         """Money of one job, with its forecast."""
-        return {**await self.view(session, [job]), "forecast": forecast_view(await self.expect(session, job))}
+        found = tally(await costed(session, [job.id]), self.core.clock())
+        exposure = self._exposure(job, found.live.get(job.id, ()), found.over.get(job.id, 0))
+        expected = await self._expected(session, job, exposure)
+        return {**self._view([job], found), "forecast": forecast_view(expected)}
 
     async def expect(self, session: AsyncSession, job: Job) -> forecast.Forecast:
         """What to expect of the job."""
         found = await books(session, job.id)
-        exposure, status = self._exposure(job, found.leases, found.before), JobStatus(job.status)
+        return await self._expected(session, job, self._exposure(job, found.leases, found.before))
+
+    async def _expected(self, session: AsyncSession, job: Job, exposure: budget.Exposure) -> forecast.Forecast:
         recent = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(forecast.RECENT + 1)
         steps = sorted(await session.scalars(recent), key=lambda s: s.step)
         course = forecast.Course(
@@ -78,7 +73,7 @@ class Costs:
             stop_steps=job.spec["stop"].get("steps"),
             stop_in_s=await self._hours_left(session, job, steps),
             marks=[forecast.Mark(s.at, s.spent_micros) for s in steps],
-            paused=status is JobStatus.PAUSED,
+            paused=job.status == JobStatus.PAUSED,
             over_at=job.finished_at,
         )
         return forecast.forecast(course)
@@ -112,7 +107,7 @@ class Costs:
         over = forecast.over_budget(expected, job.budget_micros, job.forecast_over)
         return None if over == job.forecast_over else (job, expected)
 
-    def _exposure(self, job: Job, leases: Sequence[Lease], before: int = 0) -> budget.Exposure:
+    def _exposure(self, job: Job, leases: Sequence[money.Costed], before: int) -> budget.Exposure:
         kept = self.core.wind_down_s(leases)
         return money.exposure(job, leases, self.core.clock(), kept, before=before)
 
@@ -125,36 +120,6 @@ class Costs:
         began = steps[-1].at if steps else job.ready_at
         going = self.core.clock() - began if began is not None and job.status in FORETOLD else 0.0
         return float(hours * 3600 - (busy or 0.0) - going)
-
-
-async def _bills(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, ProviderBill]:
-    """By lease."""
-    query = select(ProviderBill).join(Lease, Lease.id == ProviderBill.lease_id).where(Lease.job_id.in_(job_ids))
-    return {row.lease_id: row for row in await session.scalars(query)}
-
-
-def lease_row(lease: Lease, total: int, bill: ProviderBill | None) -> dict[str, Any]:
-    """One lease: quoted, billed and effective price side by side, ours and the provider's sum."""
-    return {
-        "id": lease.id,
-        "job_id": lease.job_id,
-        "provider": lease.provider,
-        "machine_id": lease.machine_id,
-        "instance_id": lease.instance_id,
-        "gpu_name": lease.gpu_name,
-        "state": lease.state,
-        "reason": lease.reason,
-        "since": moment(lease.state_since),
-        "quoted_per_hour": usd(lease.quoted_micros_h),
-        "billed_per_hour": usd(lease.rate_micros_h),
-        "effective_per_hour": usd(lease.effective_micros_h),
-        "from": moment(lease.exists_since),
-        "to": moment(lease.ended_at),
-        "spent_usd": usd(total),
-        "provider_bill_usd": usd(bill.micros) if bill is not None else None,
-        "provider_bill_until": moment(bill.through) if bill is not None else None,
-        "provider_bill_final": bill.final if bill is not None else None,
-    }
 
 
 def forecast_view(expected: forecast.Forecast) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import admission, failures, heldout, scores
+from app.fleet import admission, failures, heldout, scores, steps
 from app.fleet.core import Core
 from app.protocol.audits import Audit
 from app.protocol.job import JobSpec
@@ -261,8 +261,7 @@ class Exams:
                 scores={**asdict(found), "versions": [min(versions), max(versions)]},
             )
         )  # fmt: skip
-        job.reward_eval, job.eval_step = found.reward, step
-        self.core.metrics.reward.labels(job.id, "eval").set(found.reward)
+        steps.show(self.core, job, step, found.reward)
         newest = f"…v{max(versions)}" if max(versions) > step else ""
         many = f", pass@{found.k} {found.pass_at_k:.4f}" if found.k > 1 else ""
         greedy = f", greedy {found.greedy:.4f}" if found.greedy is not None else ""

@@ -75,6 +75,8 @@ class Jobs:
         async with self.core.db.write() as session:
             before = (await session.scalars(select(Job).where(Job.id == job_id))).first()
             if before is not None:
+                if before.spec != spec.model_dump(mode="json"):
+                    raise Conflict("this Idempotency-Key was used for another job; use a new one")
                 return before
             job = Job(
                 id=job_id,
@@ -117,7 +119,8 @@ class Jobs:
         if spec.notify_url is not None and (problem := self._notify_problem(spec.notify_url)):
             errors.append(FieldError("/notify_url", problem))
         if errors:
-            raise BadInput("the job can't be run as it is", errors=errors)
+            first = f"{errors[0].pointer}: {errors[0].detail}"
+            raise BadInput(f"the job can't be run as it is: {first}", errors=errors)
 
     def _notify_problem(self, url: str) -> str:
         settings = self.core.settings
@@ -193,7 +196,8 @@ class Jobs:
             job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
             pausing = status is JobStatus.PAUSED
             fitting = (JobStatus.PROVISIONING, JobStatus.RUNNING) if pausing else (JobStatus.PAUSED,)
-            if job.status not in (*fitting, status):
+            already = (JobStatus.PAUSED,) if pausing else (JobStatus.PROVISIONING, JobStatus.RUNNING)
+            if job.status not in (*fitting, *already):
                 raise Conflict(f"the job is {job.status}, not {' or '.join(s.value for s in fitting)}")
             if job.status in fitting:
                 self.lifecycle.move(session, job, status, reason)

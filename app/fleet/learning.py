@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Literal
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import heldout, model_files, money, partials, quarantine, replay, sizes, staleness, trajectories
-from app.fleet.books import books
-from app.fleet.capacity import bubble_ratio
+from app.fleet import heldout, model_files, partials, quarantine, replay, staleness, steps, trajectories
 from app.fleet.core import Core
-from app.fleet.estimates import MOST_STEPS, usual_step
+from app.fleet.directives import directives
 from app.fleet.exams import Exams
 from app.fleet.measured import take_learner
 from app.fleet.roster import Roster
@@ -38,8 +35,7 @@ from app.protocol.learner import (
     StepReport,
     TrajectoryPage,
 )
-from app.protocol.node import NodeState
-from app.storage.models import Evaluation, Job, Node, SnapshotRow, Step
+from app.storage.models import Job, SnapshotRow
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +82,11 @@ class Learning:
             job.t_train = job.t_train or ready.t_train_prior
             job.ready_at = job.ready_at or self.core.clock()
             job.learner_state = "waiting"
+            if ready.resume_step > job.step:
+                raise Conflict(
+                    f"the learner goes on from step {ready.resume_step}, but {job.step} steps are on record: its "
+                    "checkpoint is of a course that was left"
+                )
             back = await replay.rewind(session, job, ready.resume_step)
             if ready.staleness is not None and ready.staleness.staleness_budget != job.staleness_budget:
                 staleness.adopt(self.core, session, job, ready.staleness)
@@ -96,7 +97,7 @@ class Learning:
                 f"{ready.train_prompts} prompts, a step takes about {ready.t_train_prior:.3g} s"
                 + (f"; {back} groups are to be trained on again" if back else ""),
             )  # fmt: skip
-            answer = ReadyAnswer(**self._directives(job).model_dump(), replay=planned)
+            answer = ReadyAnswer(**(await directives(session, job)).model_dump(), replay=planned)
         self.core.announce(job_id, "work", "rollouts")
         self.core.signals.notify("tick")
         return answer
@@ -113,10 +114,10 @@ class Learning:
                 self.core.emit(session, job_id, "model_stored", "the model's files are in the object store")
             if await take_learner(session, job, beat, self.core.settings.learner_uplink_mbps):
                 await self.roster.links_changed(session, job)
-            directives = self._directives(job)
+            wanted = await directives(session, job)
         if finishing:
             self.core.signals.notify("tick")
-        return directives
+        return wanted
 
     async def trajectories(self, job_id: str, epoch: int, after: int, wait_s: float) -> TrajectoryPage:
         """Accepted files with groups still to train on, oldest first; waits for news up to `wait_s`."""
@@ -157,26 +158,26 @@ class Learning:
                 if report.version == 0:
                     self.core.emit(session, job_id, "published", f"v0: {report.bytes} bytes in {report.chunks} chunks")
                 await self.exams.open_if_due(session, job, report.version)
-            directives = self._directives(job)
+            wanted = await directives(session, job)
         self.core.announce(job_id, "work")
-        return directives
+        return wanted
 
     async def step(self, job_id: str, epoch: int, report: StepReport) -> LearnerDirectives:
         """One learner step: its groups are trained, once."""
         async with self.core.db.write() as session:
             job = await self._current(session, job_id, epoch)
             if report.step <= job.step:
-                return self._directives(job)
+                return await directives(session, job)
             if report.step != job.step + 1:
                 raise Conflict(f"step {report.step} does not follow step {job.step}")
-            await self._count_step(session, job, report)
+            await steps.count(self.core, session, job, report)
             if report.staleness is not None:
                 staleness.adopt(self.core, session, job, report.staleness)
-            directives = self._directives(job)
+            wanted = await directives(session, job)
         self.core.announce(job_id, "work")
-        if report.step == 1 or directives.command == "finish":
+        if report.step == 1 or wanted.command == "finish":
             self.core.signals.notify("tick")
-        return directives
+        return wanted
 
     async def drops(self, job_id: str, epoch: int, report: Drops) -> LearnerDirectives:
         """A learner that waits tells what it can't use: there is room for others."""
@@ -188,9 +189,9 @@ class Learning:
                 said = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
                 message = f"the learner at step {report.step} can't train on {count} groups: {said}"
                 self.core.emit(session, job_id, "groups_dropped", message)
-            directives = self._directives(job)
+            wanted = await directives(session, job)
         self.core.announce(job_id, "work")
-        return directives
+        return wanted
 
     async def audits(self, job_id: str, epoch: int, report: AuditReport) -> AuditAnswer:
         """What the learner computed again; nodes that it convicts are taken out at once, with what they brought."""
@@ -209,60 +210,14 @@ class Learning:
             self.core.signals.notify("tick")
         return taken.answer
 
-    async def _count_step(self, session: AsyncSession, job: Job, report: StepReport) -> None:
-        metrics = self.core.metrics
-        await replay.mark_trained(session, job, report.step, report.trained)
-        await replay.mark_dropped(self.core, session, job, report.dropped)
-        now = self.core.clock()
-        found = await books(session, job.id)
-        rollouts = await sizes.rollouts(session, job, report.trained)
-        dropped = await sizes.rollouts(session, job, [g.work_item for g in (*report.dropped, *report.told)])
-        working = select(Node).where(Node.job_id == job.id, Node.state == NodeState.ACTIVE)
-        active = list(await session.scalars(working))
-        session.add(
-            Step(
-                job_id=job.id, step=report.step, at=now, t_train=report.t_train, t_idle=report.t_idle,
-                reward=report.reward, rollouts=rollouts, groups=len(report.trained), dropped=dropped,
-                lags={str(k): v for k, v in report.lags.items()}, metrics=report.metrics,
-                nodes=len(active), mu_pool=sum(n.mu_measured or 0.0 for n in active),
-                spent_micros=found.before + money.total_spent(found.leases, now),
-            )
-        )  # fmt: skip
-        times = select(Step.t_train).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(MOST_STEPS)
-        # This step is among them; the rehearsal's time was a guess.
-        job.t_train = usual_step(list(await session.scalars(times)))
-        job.step, job.reward_train = report.step, report.reward
-        job.rollouts_trained += rollouts
-        job.train_seconds += report.t_train
-        if report.step > 1:
-            job.idle_seconds += report.t_idle
-        metrics.train.labels(job.id).observe(report.t_train)
-        metrics.reward.labels(job.id, "train").set(report.reward)
-        metrics.learner_step(job.id, report.metrics)
-        for lag, count in report.lags.items():
-            for _ in range(count):
-                metrics.staleness.labels(job.id).observe(lag)
-        metrics.bubble_ratio.labels(job.id).set(bubble_ratio(job.idle_seconds, job.train_seconds) or 0.0)
-
     async def evaluated(self, job_id: str, epoch: int, report: EvalReport) -> LearnerDirectives:
         """Held-out reward of a version."""
         async with self.core.db.write() as session:
             job = await self._current(session, job_id, epoch)
-            known = select(Evaluation).where(Evaluation.job_id == job_id, Evaluation.step == report.step)
-            row = (await session.scalars(known)).first()
-            if row is None:
-                row = Evaluation(job_id=job_id, step=report.step)
-                session.add(row)
-            row.reward, row.prompts, row.at = report.reward, report.prompts, self.core.clock()
-            job.reward_eval, job.eval_step = report.reward, report.step
-            if report.initial:
-                job.reward_eval_initial = report.reward
-            self.core.metrics.reward.labels(job_id, "eval").set(report.reward)
-            message = f"held-out reward of v{report.step}: {report.reward:.4f} over {report.prompts} prompts"
-            self.core.emit(session, job_id, "evaluated", message)
-            directives = self._directives(job)
+            await steps.evaluated(self.core, session, job, report)
+            wanted = await directives(session, job)
         self.core.announce(job_id)
-        return directives
+        return wanted
 
     async def done(self, job_id: str, epoch: int, done: Done) -> None:
         """The learner's last word decides the outcome, unless the user or the budget already did."""
@@ -279,25 +234,6 @@ class Learning:
         self.core.metrics.learner_step(job_id, {})
         self.core.announce(job_id)
         self.core.signals.notify("tick")
-
-    def _directives(self, job: Job) -> LearnerDirectives:
-        command: Literal["run", "pause", "finish", "abort"] = "run"
-        if JobStatus(job.status).final or job.outcome == JobStatus.FAILED:
-            command = "abort"
-        elif job.outcome is not None and job.outcome != JobStatus.SUCCEEDED:
-            command = "finish"
-        elif job.status == JobStatus.PAUSED:
-            command = "pause"
-        return LearnerDirectives(
-            command=command,
-            reason=job.status_reason if command != "run" else "",
-            staleness_budget=job.staleness_budget,
-            publish_period=job.publish_period,
-            staleness_bound=staleness.bound(job),
-            evaluated_step=job.eval_step,
-            evaluated_reward=job.reward_eval if job.eval_step is not None else None,
-            store_model=model_files.wanted(job.assets),
-        )
 
     async def _job(self, session: AsyncSession, job_id: str) -> Job:
         return (await session.scalars(select(Job).where(Job.id == job_id))).one()

@@ -8,11 +8,9 @@ showed a complete list without it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
@@ -20,7 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import bids, bootstrap, money, proving
 from app.fleet.accounts import Accounts
+from app.fleet.choice import Choice
 from app.fleet.core import Core
+from app.fleet.labels import label_prefix, token_hash
 from app.fleet.market import family
 from app.fleet.releases import Releases
 from app.protocol.base import usd
@@ -28,7 +28,6 @@ from app.protocol.job import JobSpec, JobStatus
 from app.storage.models import Cooldown, Job, Lease, LeaseState
 from providers.base import (
     Billing,
-    Offer,
     ProviderError,
     QuotaError,
     RateLimited,
@@ -45,29 +44,6 @@ LAST_CALLS_S = 60.0
 """So long the end of the service waits for calls to providers that are under way."""
 UNFIT_S = 3600.0
 """A machine that can't run our image, and cards that our quota has no room for: soon is not going to help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """An offer that was chosen, with what the decision knew about it."""
-
-    offer: Offer
-    rate_micros_h: int
-    """The bid, or the fixed price."""
-    effective_micros_h: int
-    mu: float
-    start_micros_h: int = 0
-    """The part of it that the start costs."""
-
-
-def label_prefix(fleet_id: str) -> str:
-    """Labels of this fleet begin so; nothing else is ever touched."""
-    return f"echo2:{fleet_id}:"
-
-
-def token_hash(token: str) -> str:
-    """Hash under which a token is stored."""
-    return hashlib.sha256(token.encode()).hexdigest()
 
 
 class Leases:

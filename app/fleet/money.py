@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -24,6 +25,38 @@ CLOSE_EVERY_S = 60.0
 """Entries are closed at least this often; more often only when the rate changes or the lease ends."""
 
 
+class Costed(Protocol):
+    """What the money of a lease is computed from: a lease, or a row with these columns of it."""
+
+    provider: str
+    state: str
+    created_at: float
+    exists_since: float | None
+    ended_at: float | None
+    rate_micros_h: int
+    effective_micros_h: int
+    gpu_since: float | None
+    gpu_running: bool
+    gpu_until: float | None
+    gpu_carry: int
+    disk_until: float | None
+    disk_gb: float
+    disk_micros_gb_month: int
+    disk_carry: int
+    download_micros_gb: int
+    download_bytes: int
+    download_billed: int
+    download_carry: int
+    upload_micros_gb: int
+    upload_bytes: int
+    upload_billed: int
+    upload_carry: int
+    spent_gpu: int
+    spent_disk: int
+    spent_download: int
+    spent_upload: int
+
+
 @dataclass(frozen=True, slots=True)
 class Accrued:
     """What is open of one kind: from when, and how much."""
@@ -34,7 +67,7 @@ class Accrued:
     amount: ledger.Amount
 
 
-def open_amounts(lease: Lease, now: float) -> list[Accrued]:
+def open_amounts(lease: Costed, now: float) -> list[Accrued]:
     """What a lease has cost since its last entries."""
     end = lease.ended_at if lease.ended_at is not None else now
     out = []
@@ -116,7 +149,7 @@ def settle(session: AsyncSession, lease: Lease, billed: Mapping[str, int], metri
             metrics.spent.labels(kind).inc(difference / 1e6)
 
 
-def spent(lease: Lease, now: float) -> dict[str, int]:
+def spent(lease: Costed, now: float) -> dict[str, int]:
     """Micro-dollars by kind, open amounts included."""
     total = {
         "gpu": lease.spent_gpu,
@@ -124,17 +157,34 @@ def spent(lease: Lease, now: float) -> dict[str, int]:
         "download": lease.spent_download,
         "upload": lease.spent_upload,
     }
+    if _settled(lease):
+        return total
     for item in open_amounts(lease, now):
         total[item.kind] += item.amount.micros
     return total
 
 
-def total_spent(leases: Iterable[Lease], now: float) -> int:
+def _settled(lease: Costed) -> bool:
+    """Whether nothing is open, as of nearly all leases that are over: then nothing has to be computed.
+
+    A carry is always less than a micro-dollar.
+    """
+    end = lease.ended_at
+    return (
+        end is not None
+        and (lease.disk_until is None or lease.disk_until >= end)
+        and (not lease.gpu_running or lease.gpu_until is None or lease.gpu_until >= end)
+        and lease.download_bytes == lease.download_billed
+        and lease.upload_bytes == lease.upload_billed
+    )
+
+
+def total_spent(leases: Iterable[Costed], now: float) -> int:
     """Micro-dollars of many leases."""
     return sum(sum(spent(lease, now).values()) for lease in leases)
 
 
-def exposure(job: Job, leases: Sequence[Lease], now: float, wind_down_s: float, *, before: int = 0) -> Exposure:
+def exposure(job: Job, leases: Sequence[Costed], now: float, wind_down_s: float, *, before: int = 0) -> Exposure:
     """The job's money now; `before` is what its leases cost that are over and not among `leases`.
 
     A job that drains has used a part of the time that was kept back for it.
@@ -144,7 +194,7 @@ def exposure(job: Job, leases: Sequence[Lease], now: float, wind_down_s: float, 
     return exposure_of(leases, now, budget=job.budget_micros, wind_down_s=wind_down_s, before=before)
 
 
-def exposure_of(leases: Sequence[Lease], now: float, *, budget: int, wind_down_s: float, before: int = 0) -> Exposure:
+def exposure_of(leases: Sequence[Costed], now: float, *, budget: int, wind_down_s: float, before: int = 0) -> Exposure:
     """The money of these leases, and of others that are over and cost `before`. A lease whose fate is unknown counts
     with all that it may cost."""
     live = [x for x in leases if LeaseState(x.state).open and x.ended_at is None]
@@ -174,7 +224,7 @@ def queue_s(providers: Iterable[str], each_s: Mapping[str, float]) -> float:
     return waits / max(1, counts.total())
 
 
-def _unseen(lease: Lease, now: float) -> int:
+def _unseen(lease: Costed, now: float) -> int:
     """What may have been billed since the create call without our knowing: a listing will tell."""
     hours = (now - lease.created_at) / 3600
     if lease.exists_since is None:

@@ -16,7 +16,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import money
-from app.fleet.leases import label_prefix
+from app.fleet.labels import label_prefix
 from app.fleet.metrics import Metrics
 from app.protocol.job import FINAL_STATUSES
 from app.storage.database import Database

@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import bids, increases, money, overdue
 from app.fleet.core import TOLD_S, Core
-from app.fleet.leases import COOLDOWN_S, UNFIT_S, Leases, label_prefix
+from app.fleet.labels import label_prefix
+from app.fleet.leases import COOLDOWN_S, UNFIT_S, Leases
 from app.protocol.base import usd
 from app.storage.models import Job, Lease, LeaseState, Node
 from providers.base import Billing, Instance, Listing, Phase, ProviderError, Transient
@@ -45,6 +46,8 @@ class Reconciler:
         self.leases = leases
         self.trouble: dict[str, str] = {}
         """Provider → why it can't be used now."""
+        self.listing: set[str] = set()
+        """Providers whose list is being read: what may be cut off at any moment."""
         self._strangers: dict[tuple[str, str], int] = {}
         """Provider and instance → in how many lists in a row it was nobody's."""
         self._told: set[tuple[str, str]] = set()
@@ -76,11 +79,14 @@ class Reconciler:
             await increases.follow(self.core, provider)
 
     async def _list(self, provider: str) -> Listing:
+        self.listing.add(provider)
         try:
             async with asyncio.timeout(LIST_S):
                 return await self.core.providers[provider].list()
         except TimeoutError as error:
             raise Transient(f"its list was not whole within {LIST_S:.0f} s", provider=provider) from error
+        finally:
+            self.listing.discard(provider)
 
     async def _overdue(self, session: AsyncSession, provider: str) -> None:
         """What no listing has moved on for too long: time alone ends it, or somebody has to know."""

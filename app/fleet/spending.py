@@ -13,8 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import budget, money
 from app.fleet.accounts import Accounts
+from app.fleet.choice import Choice
 from app.fleet.core import Core
-from app.fleet.leases import Choice
 from app.fleet.lifecycle import Lifecycle
 from app.fleet.nodes import Nodes
 from app.fleet.priced import Priced

@@ -37,8 +37,8 @@ async def page(session: AsyncSession, job: Job, after: int) -> TrajectoryPage:
         )
     )
     groups: dict[int, list[WorkItem]] = {}
-    query = select(WorkItem).where(accepted, WorkItem.trajectory_seq.in_([f.seq for f in files])).order_by(WorkItem.id)
-    for item in await session.scalars(query):
+    query = select(WorkItem).where(accepted, WorkItem.trajectory_seq.in_([f.seq for f in files]))
+    for item in await session.scalars(query.order_by(WorkItem.ordinal)):
         groups.setdefault(item.trajectory_seq or 0, []).append(item)
     exams = await heldout.waiting(session, job.id, [f.seq for f in files if f.heldout])
     items = [

@@ -34,7 +34,7 @@ class Limits:
     """What counts as a bad sign: ESS below, mismatch KL above, cosine of consecutive gradients above."""
 
     min_ess: float = 0.5
-    max_mismatch_kl: float = 0.05
+    max_mismatch_kl: float = 0.02
     max_cosine: float = 0.9
 
 

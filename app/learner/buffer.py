@@ -85,6 +85,11 @@ class ReplayBuffer:
         with self._changed:
             self._plan = {step: tuple(items) for step, items in steps.items()}
 
+    def replays(self, t: int) -> bool:
+        """Whether step t + 1 is to be made again from the groups that it was made from before."""
+        with self._changed:
+            return t + 1 in self._plan
+
     def reject(self, work_item: str, reason: DropReason) -> None:
         """Note that a group will never be trained on; `take` and `evict` hand the note out."""
         with self._changed:
@@ -163,8 +168,8 @@ class ReplayBuffer:
         Up to `most` groups are handed out to make up for those without a signal, if there are any to spare.
         """
         with self._changed:
-            self._drop_stale(t, staleness_budget)
             planned = self._planned(t, staleness_budget)
+            self._drop_stale(t, staleness_budget)
             if planned is not None:
                 return self._take_planned(t, planned), self._hand_out()
             taken: list[Group] = []
@@ -223,9 +228,16 @@ class ReplayBuffer:
         return sum(admissible(version, t, staleness_budget) for version, _, _ in self._groups)
 
     def _drop_stale(self, t: int, staleness_budget: int) -> None:
-        stale = [g for version, _, g in self._groups if not admissible(version, t, staleness_budget)]
+        # What a step was made from before came when S was right for it; whether it still is shows when that step comes.
+        spared = {item for planned in self._plan.values() for item in planned}
+        stale = [
+            g
+            for version, _, g in self._groups
+            if not admissible(version, t, staleness_budget) and g.work_item not in spared
+        ]
         self._dropped += [DroppedGroup(work_item=g.work_item, reason="stale", lag=t - g.oldest_version) for g in stale]
-        del self._groups[: len(stale)]
+        gone = {g.work_item for g in stale}
+        self._groups = [entry for entry in self._groups if entry[2].work_item not in gone]
 
     def _hand_out(self) -> list[DroppedGroup]:
         dropped, self._dropped = self._dropped, []

@@ -4,8 +4,10 @@ Invariant: a checkpoint counts only if its commit marker is there and every file
 names; whatever instant a writer dies at, the previous checkpoint is still whole. No pickle: tensors are safetensors,
 the rest is JSON.
 
-`{root}/{step:09d}/`: model.safetensors, optimizer.safetensors (AdamW's moments and counters, `field/parameter`),
-state.json, COMMIT. Written as `.part-…`, flushed file by file, marker last, then renamed.
+`{root}/{step:09d}/`: model.safetensors, optimizer.safetensors (AdamW's moments and counters, `field/parameter`; with
+`gac` or an adaptive S also the previous gradient, `gradient/parameter`), state.json, COMMIT. Written as `.part-…`,
+flushed file by file, marker last, then renamed. What does not count any more is set aside as `{step:09d}.aside` until
+the next one is written.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from pydantic import ConfigDict, Field, ValidationError
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 MARKER = "COMMIT"
 _RNG = "rng/torch"
 _FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+FORMAT: Final = 4
+ASIDE = ".aside"
 
 
 class Progress(Strict):
@@ -41,9 +45,9 @@ class Progress(Strict):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    format: Literal[1, 2, 3] = 3
-    """2 adds the best evaluation, 3 adaptive staleness and several candidates. What is lacking is made up for by
-    defaults."""
+    format: Literal[1, 2, 3, 4] = FORMAT
+    """2 adds the best evaluation, 3 adaptive staleness and several candidates, 4 the previous gradient. What is lacking
+    is made up for by defaults."""
     job_id: str
     step: int = Field(ge=0)
     active_s: float = Field(default=0, ge=0)
@@ -62,6 +66,13 @@ class Progress(Strict):
     """The versions that the fleet evaluates or will; their checkpoints stay until the results are known."""
     adaptive: State | None = None
     """Where adaptive staleness stands; None if S is fixed."""
+    skipped: bool = False
+    """Whether the last step changed nothing (`learner.gac`)."""
+
+    @property
+    def told(self) -> int:
+        """The step up to which the control service had acknowledged all reports."""
+        return self.step - len(self.steps)
 
     @property
     def undecided(self) -> tuple[int, ...]:
@@ -92,7 +103,7 @@ def save(root: Path, checkpoint: Checkpoint, *, keep: int = 2, after: Callable[[
         after("mkdir")
         _write(part, checkpoint, after)
         _swap(root, part, target, after)
-        _prune(root, keep, {checkpoint.progress.best_step, *checkpoint.progress.undecided})
+        _prune(root, keep, {checkpoint.progress.step, checkpoint.progress.best_step, *checkpoint.progress.undecided})
     except (OSError, SafetensorError) as error:
         raise LearnerError(f"the checkpoint of step {checkpoint.progress.step} can't be written: {error}") from error
     return target
@@ -112,39 +123,90 @@ def weights_of(root: Path, step: int) -> Mapping[str, torch.Tensor]:
         raise LearnerError(f"checkpoint {folder} is damaged: {error}") from error
 
 
-def latest(root: Path, *, job_id: str) -> Checkpoint | None:
-    """The newest whole checkpoint; None if there never was one.
+def latest(root: Path, *, job_id: str, last_step: int | None = None) -> Checkpoint | None:
+    """The newest whole checkpoint; None if there is none.
 
-    Damaged ones are passed over for the previous one. Raises LearnerError if there are some and all are damaged, or if
-    one is of another job.
+    Damaged ones are set aside, so that they count no more, and so are those of a course that was left: the control
+    service, which has `last_step` steps on record, knows nothing of steps that they take for acknowledged. Raises
+    LearnerError if one is of another job or was written by a newer program.
     """
-    found = _committed(root)
-    for folder in found:
+    for folder in _committed(root):
         try:
             checkpoint = _read(folder)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            log.warning("checkpoint %s is damaged and passed over: %s", folder, error)
+            log.warning("checkpoint %s is damaged and set aside: %s", folder, error)
+            _set_aside(folder)
             continue
         if checkpoint.progress.job_id != job_id:
             raise LearnerError(f"checkpoint {folder} is of job {checkpoint.progress.job_id}, not {job_id}")
+        if left := why_left(checkpoint.progress, last_step):
+            log.warning("checkpoint %s is set aside: %s", folder, left)
+            _set_aside(folder)
+            continue
         return checkpoint
-    if found:
-        raise LearnerError(f"all {len(found)} checkpoints in {root} are damaged; restore one or start a new job")
     return None
 
 
+def why_left(progress: Progress, last_step: int | None) -> str:
+    """Why the course of a checkpoint was left, by the steps that the control service has on record; empty if not."""
+    if last_step is None or progress.told <= last_step:
+        return ""
+    return (
+        f"by it step {progress.told} is on record, but the control service knows {last_step} steps: another learner "
+        "has gone on from an older checkpoint since"
+    )
+
+
+def progress_of(state: bytes) -> Progress:
+    """What a state.json says. Raises ValueError if it is none, LearnerError if a newer program wrote it: that one is
+    whole, and to go back behind it would lose it."""
+    found = json.loads(state)
+    number = found.get("format") if isinstance(found, dict) else None
+    if isinstance(number, int) and number > FORMAT:
+        raise LearnerError(
+            f"the checkpoint of step {found.get('step')} has format {number}, and this learner reads formats up to "
+            f"{FORMAT}: a newer Echo2 wrote it; start that one, or remove the checkpoint to go on from the one before"
+        )
+    try:
+        return Progress.model_validate(found)
+    except ValidationError as error:
+        raise ValueError(f"state.json has another format: {error.error_count()} errors") from error
+
+
+def set_aside(root: Path) -> int:
+    """How many checkpoints do not count any more and are still there."""
+    return sum(path.suffix == ASIDE for path in root.iterdir()) if root.is_dir() else 0
+
+
 def expected(root: Path, *, job_id: str, last_step: int, published_version: int | None) -> Checkpoint | None:
-    """Like `latest`, but no checkpoint is an error when the control service knows of steps or a published version.
+    """Like `latest`, but no checkpoint is an error when the control service knows of steps or a published version, and
+    when there were some and none of them counts.
 
     Training from the start again without a word would throw away what was paid for.
     """
-    checkpoint = latest(root, job_id=job_id)
-    if checkpoint is None and (last_step > 0 or (published_version or 0) > 0):
+    checkpoint = latest(root, job_id=job_id, last_step=last_step)
+    if checkpoint is not None:
+        return checkpoint
+    if aside := set_aside(root):
+        raise LearnerError(
+            f"all {aside} checkpoints in {root} are damaged or of a course that was left; restore one or start a new "
+            "job"
+        )
+    if last_step > 0 or (published_version or 0) > 0:
         raise LearnerError(
             f"the job is at step {last_step} with v{published_version} published, but {root} holds no checkpoint; "
             "start the learner where its ECHO2_STATE_DIR is, or start a new job"
         )
-    return checkpoint
+    return None
+
+
+def _set_aside(folder: Path) -> None:
+    target = folder.with_name(folder.name + ASIDE)
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise LearnerError(f"checkpoint {folder} does not count and can't be set aside: {error}") from error
 
 
 def _write(part: Path, checkpoint: Checkpoint, after: Callable[[str], None]) -> None:
@@ -198,10 +260,7 @@ def _read(folder: Path) -> Checkpoint:
         path = folder / name
         if path.stat().st_size != marker[name]["size"] or hash_file(path) != marker[name]["blake3"]:
             raise ValueError(f"{name} is not the file that was committed")
-    try:
-        progress = Progress.model_validate_json((folder / "state.json").read_bytes())
-    except ValidationError as error:
-        raise ValueError(f"state.json has another format: {error.error_count()} errors") from error
+    progress = progress_of((folder / "state.json").read_bytes())
     optimizer = load_file(folder / "optimizer.safetensors")
     rng = optimizer.pop(_RNG)
     return Checkpoint(progress, load_file(folder / "model.safetensors"), optimizer, rng)

@@ -36,8 +36,10 @@ class Journal:
         self.path = folder / NAME
         self._board = board
         self._broken = False
+        self._evaluated: set[int] = set()
+        """Steps whose held-out reward is in the file."""
         try:
-            _cut(self.path, resume_step)
+            self._evaluated = _cut(self.path, resume_step)
         except OSError as error:
             self._give_up(error)
 
@@ -50,7 +52,11 @@ class Journal:
         self._scalars("train", report.step, numbers | {f"lag/{k}": float(n) for k, n in report.lags.items()})
 
     def evaluation(self, report: EvalReport) -> None:
-        """A held-out reward."""
+        """A held-out reward. That of the same step again, by a process that died before it was in a checkpoint or at
+        the end, is the same."""
+        if report.step in self._evaluated:
+            return
+        self._evaluated.add(report.step)
         self._append({"kind": "evaluation", "step": report.step, "reward": report.reward, "prompts": report.prompts})
         self._scalars("eval", report.step, {"reward": report.reward})
 
@@ -80,11 +86,12 @@ class Journal:
         log.warning("%s can't be written and is left alone from here on: %s", self.path, error)
 
 
-def _cut(path: Path, resume_step: int) -> None:
-    """Take out what comes after a step, and a line that a crash left half."""
+def _cut(path: Path, resume_step: int) -> set[int]:
+    """Take out what comes after a step, and a line that a crash left half; the steps of evaluations that stay."""
     if not path.exists():
-        return
-    kept = []
+        return set()
+    kept: list[str] = []
+    evaluated: set[int] = set()
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
@@ -92,9 +99,12 @@ def _cut(path: Path, resume_step: int) -> None:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= resume_step:
             kept.append(line + "\n")
+            if row.get("kind") == "evaluation":
+                evaluated.add(row["step"])
     part = path.with_suffix(".part")
     part.write_text("".join(kept), encoding="utf-8")
     part.replace(path)
+    return evaluated
 
 
 def open_board(folder: Path, *, purge_step: int) -> ScalarWriter:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from app.learner.checkpoints import MARKER, steps_on_disk, weights_of
+from app.learner.checkpoints import MARKER, progress_of, steps_on_disk, weights_of, why_left
 from app.learner.files import fsync_path, hash_file, write_durable
 from app.learner.prepare import put_folder
 from app.learner.trainer import TrainerState
@@ -29,33 +29,51 @@ _WAIT_S = 60.0
 
 def stored_steps(objects: ObjectStore, prefix: str) -> list[int]:
     """Steps of the committed checkpoints under `prefix`, newest first. Raises Unavailable."""
-    found = []
+    return [step for step, whole in _steps(objects, prefix).items() if whole]
+
+
+def _steps(objects: ObjectStore, prefix: str) -> dict[int, bool]:
+    """Step → whether its checkpoint is committed, newest first."""
+    found: dict[int, bool] = {}
     for info in objects.list(prefix):
         step, _, name = info.key.removeprefix(prefix).partition("/")
-        if name == MARKER and step.isdigit():
-            found.append(int(step))
-    return sorted(found, reverse=True)
+        if step.isdigit():
+            found[int(step)] = name == MARKER or found.get(int(step), False)
+    return dict(sorted(found.items(), reverse=True))
 
 
-def fetch_newer(objects: ObjectStore, prefix: str, root: Path) -> int | None:
+def fetch_newer(objects: ObjectStore, prefix: str, root: Path, *, last_step: int | None = None) -> int | None:
     """Bring the store's newest whole checkpoint into `root` if it is newer than all that are there; its step.
 
-    Damaged ones are passed over for the one before. Raises Unavailable, LearnerError when the disk refuses.
+    Damaged ones are passed over for the one before, and so are those of a course that was left: `last_step` is what the
+    control service has on record. Raises Unavailable, LearnerError when the disk refuses.
     """
     here = max(steps_on_disk(root), default=-1)
     for step in stored_steps(objects, prefix):
         if step <= here:
             break
-        try:
-            _fetch(objects, f"{prefix}{step}/", root, step)
-        except (NotFound, ValueError, KeyError, TypeError) as error:
-            log.warning("checkpoint %s%d/ in the object store is damaged and passed over: %s", prefix, step, error)
-            continue
-        except OSError as error:
-            raise LearnerError(f"the checkpoint of step {step} can't be written to {root}: {error}") from error
-        log.info("fetched the checkpoint of step %d from the object store", step)
-        return step
+        if fetch_step(objects, prefix, root, step, last_step=last_step):
+            return step
     return None
+
+
+def fetch_step(objects: ObjectStore, prefix: str, root: Path, step: int, *, last_step: int | None = None) -> bool:
+    """Bring one checkpoint of the store into `root`; False if it is damaged or of a course that was left.
+
+    Raises Unavailable, LearnerError when the disk refuses.
+    """
+    try:
+        if left := why_left(progress_of(objects.get(f"{prefix}{step}/state.json")), last_step):
+            log.warning("checkpoint %s%d/ in the object store is passed over: %s", prefix, step, left)
+            return False
+        _fetch(objects, f"{prefix}{step}/", root, step)
+    except (NotFound, ValueError, KeyError, TypeError) as error:
+        log.warning("checkpoint %s%d/ in the object store is damaged and passed over: %s", prefix, step, error)
+        return False
+    except OSError as error:
+        raise LearnerError(f"the checkpoint of step {step} can't be written to {root}: {error}") from error
+    log.info("fetched the checkpoint of step %d from the object store", step)
+    return True
 
 
 def _fetch(objects: ObjectStore, prefix: str, root: Path, step: int) -> None:
@@ -86,11 +104,19 @@ class Restorable(Protocol):
     def restore(self, state: TrainerState) -> None: ...
 
 
-def take_best(trainer: Restorable, root: Path, best: tuple[int, float] | None) -> str:
-    """Put the weights with the best held-out reward into the model; what is to be said about the final model."""
+def take_best(
+    trainer: Restorable, root: Path, best: tuple[int, float] | None, fetch: Callable[[int], object] = lambda _: None
+) -> str:
+    """Put the weights with the best held-out reward into the model; what is to be said about the final model.
+
+    `fetch` brings the checkpoint of a step from elsewhere: a learner on another machine may have made it. Raises what
+    that raises.
+    """
     if best is None or best[0] == trainer.steps:
         return ""
     step, reward = best
+    if step not in steps_on_disk(root):
+        fetch(step)
     try:
         weights = weights_of(root, step)
     except LearnerError as error:
@@ -165,9 +191,14 @@ class Keeper:
         if best is not None and best not in stored and best in steps_on_disk(self._root):
             self._put(best, self._root / f"{best:09d}")
         self._put(step, folder)
-        for old in stored_steps(self._objects, self._prefix)[self._keep :]:
-            if old != best:
+        found = _steps(self._objects, self._prefix)
+        for old in [s for s, whole in found.items() if whole][self._keep :]:
+            # Newer ones may be damaged, or of a course that was left.
+            if old not in {step, best}:
                 self._remove(old)
+        for old in [s for s, whole in found.items() if not whole and s < step]:
+            # A process died while it was putting this one there, or taking it away.
+            self._remove(old)
 
     def _put(self, step: int, folder: Path) -> None:
         # One of the same step, from before the learner went back, must not count while its files are replaced.

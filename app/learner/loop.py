@@ -16,19 +16,15 @@ from app.learner.buffer import Group, ReplayBuffer, lag_histogram
 from app.learner.checkpoints import Checkpoint, Progress
 from app.learner.heart import Status
 from app.learner.journal import supply_metrics
-from app.learner.outbox import Directives, Outbox
+from app.learner.outbox import FLUSH_S, Directives, Outbox
 from app.learner.position import Ending, Journal, NoJournal, Position, Trainer
 from app.learner.publisher import Publisher, Save
+from app.learner.supply import Supply
 from app.learner.trainer import TrainerState
-from app.protocol.errors import LearnerError
 from app.protocol.job import JobSpec
-from app.protocol.learner import DroppedGroup, Drops, EvalReport, StepReport
+from app.protocol.learner import EvalReport, StepReport
 
 _POLL_S = 0.5
-_FAULTS = ("invalid_", "audits_suspect", "audits_failed")
-"""What the names of metrics begin with that count groups which were refused."""
-_HARDLY = 10
-"""Fewer usable groups than one in so many."""
 
 
 class Loop:
@@ -67,19 +63,13 @@ class Loop:
         self._seen = clock()
         self._journal = journal or NoJournal()
         self._adaptive = Adaptive(spec, position.adaptive)
-        self._budget = spec.first_staleness
-        """S at the last step."""
-        self._dropped: list[DroppedGroup] = []
-        self._told: list[DroppedGroup] = []
-        """Groups since the last step that were reported as dropped before there was a batch."""
-        self._told_dead = 0
-        """Those of them that speak of a fault."""
+        self._supply = Supply(buffer, outbox, directives, budget=spec.first_staleness)
         self._copy_s = 0.0
         self._idle_s = 0.0
-        self._reward: tuple[int, float] | None = None
-        """Step and value of the newest held-out reward, whoever measured it."""
+        self._reached: float | None = None
+        """The first held-out reward that was as good as the job wants it, whoever measured it."""
         self._own: tuple[int, float] | None = None
-        """The newest that this process measured."""
+        """Step and value of the newest held-out reward that this process measured."""
         self.position = position
 
     def run(self) -> Ending:
@@ -101,8 +91,9 @@ class Loop:
         step = self._trainer.steps
         if self._own is None or self._own[0] != step:
             self._status.set("evaluating", step)
-            self._own = self._reward = (step, self._evaluate())
+            self._own = (step, self._evaluate())
         reward = self._own[1]
+        self._measured(reward)
         initial = self.position.evaluated < 0 and step == 0
         self.position.evaluated = step
         report = EvalReport(step=step, reward=reward, prompts=self._eval_prompts, initial=initial, final=final)
@@ -132,6 +123,7 @@ class Loop:
             best_reward=None if self.position.best is None else self.position.best[1],
             candidates=self.position.candidates,
             adaptive=self._adaptive.state(self._directives.current()),
+            skipped=state.skipped,
         )
         return Checkpoint(progress, state.weights, state.optimizer, torch.random.get_rng_state())
 
@@ -143,26 +135,27 @@ class Loop:
         move = self._adaptive.after(done.values, lags, directives)
         if move is not None:
             self._directives.ask(move)
-        self._dropped += self._buffer.evict(t + 1, self._directives.current().staleness_budget)
+        supply = self._supply
+        supply.evict(t + 1)
         metrics = done.values | done.times | self._extra_metrics() | {"publish_copy_s": self._copy_s}
-        metrics |= supply_metrics(groups, self._spec.batch.prompts, [*self._told, *self._dropped])
+        metrics |= supply_metrics(groups, self._spec.batch.prompts, [*supply.told, *supply.dropped])
         report = StepReport(
             step=t + 1,
             t_train=done.t_train,
             t_idle=self._idle_s,
             reward=done.reward,
             trained=[g.work_item for g in groups],
-            dropped=self._dropped,
-            told=self._told,
+            dropped=supply.dropped,
+            told=supply.told,
             lags=lags,
             metrics=metrics | {"skipped_versions": float(self._publisher.skipped)},
             staleness=move,
         )
         self._outbox.put(report)
         self._journal.step(report)
-        self._dropped, self._told, self._told_dead, self._idle_s = [], [], 0, 0.0
-        # What is under way was admitted under this S, not under the one that the step asked for.
-        self._budget = directives.staleness_budget
+        self._idle_s = 0.0
+        # Not the S that the step asked for.
+        supply.reported(directives.staleness_budget)
         self._status.set("training", t + 1)
         self._save_if_due(t + 1)
 
@@ -170,12 +163,15 @@ class Loop:
         every = self._spec.learner.checkpoint_every
         publish = self._publish_due(step)
         keep = publish if every is None else step % every == 0
-        # A candidate that still waits is about to be replaced, and the fleet will evaluate what replaces it.
-        waiting = self._publisher.waiting
-        if publish and (waiting in self.position.candidates or self._exam_due(step)):
-            self._hear()
-            self.position.enter(step, replaced=waiting)
-            keep = True
+        due = publish and self.exam_due(step)
+        if due or (publish and self._publisher.waiting in self.position.candidates):
+            # A candidate that still waits is about to be replaced, and the fleet will evaluate what replaces it. It is
+            # taken back first: else it could be begun in this moment, and its evaluation would be nobody's.
+            replaced = self._publisher.withdraw()
+            if due or replaced in self.position.candidates:
+                self._hear()
+                self.position.enter(step, replaced=replaced)
+                keep = True
         began = self._clock()
         if publish or keep:
             state = self._trainer.snapshot(optimizer=keep)
@@ -193,13 +189,17 @@ class Loop:
         """A whole batch; nothing when the control service wants something else, or the time is over."""
         t, prompts = self._trainer.steps, self._spec.batch.prompts
         began, least = self._clock(), prompts
+        if self._spec.adaptive and self._buffer.replays(t):
+            # Greater S that earlier steps asked for hold once they are answered, as they were when this step was made.
+            self._outbox.flush(FLUSH_S)
         while not self._buffer.wait(t, self._directives.current().staleness_budget, prompts, _POLL_S):
             self._status.set("waiting", t)
-            self._tell_drops(t)
+            self._supply.tell(t)
             if self._publish_due(t):
                 # The publish period was shortened: without a younger version no admissible rollout could come.
                 self._save_if_due(t)
-            self._check_supply(t)
+            if self._publisher.idle:
+                self._supply.check(t, self.position.published, prompts, self._extra_metrics)
             if self._directives.urgent.is_set() or self._out_of_time():
                 break
             if self._late(began) and self._buffer.ready(t, self._directives.current().staleness_budget, 1):
@@ -212,7 +212,7 @@ class Loop:
             least=least,
             most=self._spec.learner.most_groups(prompts),
         )
-        self._dropped += dropped
+        self._supply.dropped += dropped
         self._idle_s += self._clock() - began
         return groups
 
@@ -222,39 +222,6 @@ class Loop:
         if batch.on_late != "train" or batch.group_deadline_s is None:
             return False
         return self._clock() - began >= batch.group_deadline_s
-
-    def _tell_drops(self, t: int) -> None:
-        """Report what can't be trained on without waiting for a step: there is room for others at once."""
-        dropped = self._dropped + self._buffer.evict(t, self._directives.current().staleness_budget)
-        self._dropped = []
-        if dropped:
-            self._told += dropped
-            self._told_dead += self._dead(dropped)
-            self._outbox.put(Drops(step=t, dropped=dropped))
-
-    def _dead(self, dropped: Sequence[DroppedGroup]) -> int:
-        """How many of these speak of a fault. That a lower S makes old groups stale is none."""
-        lowered = self._directives.current().staleness_budget < self._budget
-        return sum(d.reason != "stale" or not lowered for d in dropped)
-
-    def _check_supply(self, t: int) -> None:
-        """Raise LearnerError when so many groups were refused that there is no use in waiting for others.
-
-        Admission lets at most (S + v − t + 1) · prompts groups be ahead of the learner, v the newest version, and makes
-        up for those that are dead. When more than that were since the last step, and hardly any can be trained on, it
-        only burns the fleet's money.
-        """
-        dead = self._buffer.unreported + self._dead(self._dropped) + self._told_dead
-        if len(self._buffer) * _HARDLY >= dead:
-            return
-        margin = self._directives.current().staleness_budget + self.position.published - t
-        if self._publisher.idle and 0 < margin * self._spec.batch.prompts < dead:
-            told = {name: n for name, n in self._extra_metrics().items() if name.startswith(_FAULTS)}
-            reasons = ", ".join(f"{n:.0f} × {name}" for name, n in told.items()) or "stale"
-            raise LearnerError(
-                f"{dead} groups since step {t} can't be trained on ({reasons}), and hardly any can; "
-                "do nodes and learner have the same model files and task package?"
-            )
 
     def _obey(self) -> Ending | None:
         """Do what the control service wants; returns when it is `run`, or with the end."""
@@ -277,8 +244,8 @@ class Loop:
         self._hear()
         if stop.steps is not None and self._trainer.steps >= stop.steps:
             return Ending("succeeded", f"{stop.steps} steps are done")
-        if stop.target_reward is not None and self._reward is not None and self._reward[1] >= stop.target_reward:
-            return Ending("succeeded", f"held-out reward {self._reward[1]:.3f} reached {stop.target_reward}")
+        if self._reached is not None:
+            return Ending("succeeded", f"held-out reward {self._reached:.3f} reached {stop.target_reward}")
         if self._out_of_time():
             return Ending("succeeded", f"{stop.max_hours} hours are over")
         return None
@@ -291,19 +258,23 @@ class Loop:
         step, learner = self._trainer.steps, self._spec.learner
         return learner.eval_by == "learner" and step % learner.eval_every == 0 and self.position.evaluated < step
 
-    def _exam_due(self, step: int) -> bool:
+    def exam_due(self, step: int) -> bool:
         """Whether the fleet will evaluate this version: the first that is published at or after each multiple."""
         learner = self._spec.learner
         return learner.eval_by == "fleet" and step // learner.eval_every > self.position.evaluated // learner.eval_every
 
     def _hear(self) -> None:
-        """What the fleet's evaluation said: for the stop rule, and for which checkpoint is the best."""
-        said = self._directives.current()
-        if said.evaluated_step is None or said.evaluated_reward is None:
-            return
-        if self._reward is None or said.evaluated_step > self._reward[0]:
-            self._reward = (said.evaluated_step, said.evaluated_reward)
-        self.position.heard(said.evaluated_step, said.evaluated_reward)
+        """What the fleet's evaluations said: for the stop rule, and for which checkpoint is the best. Several may have
+        ended since the last look, and each of them counts; not yet one of a version that is still to be made again."""
+        for step, reward in self._directives.current().results:
+            if step <= self._trainer.steps:
+                self._measured(reward)
+                self.position.heard(step, reward)
+
+    def _measured(self, reward: float) -> None:
+        target = self._spec.stop.target_reward
+        if target is not None and reward >= target and self._reached is None:
+            self._reached = reward
 
     def _tick(self) -> None:
         """Count the job's time, pauses left out."""

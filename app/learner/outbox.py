@@ -17,6 +17,8 @@ from app.protocol.learner import Drops, EvalReport, LearnerDirectives, Published
 
 log = logging.getLogger(__name__)
 Message = StepReport | EvalReport | Published | Drops
+FLUSH_S = 660.0
+"""Longer than the client's patience, so that its error comes first."""
 
 
 class Directives:

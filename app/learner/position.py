@@ -74,6 +74,18 @@ class Position:
         self.evaluated = step
         self.candidates = (*(c for c in self.candidates if c != replaced), step)[-_UNDECIDED:]
 
+    def published_first(self, step: int, *, told: int, due: bool) -> bool:
+        """v_step, from a checkpoint, is about to be the first version that the control service is told of after v_told.
+
+        It knows of no candidate after that, and v_step takes their place; it is one, too, if an exam is `due`. Returns
+        whether that is news to its checkpoint.
+        """
+        before = self.candidates
+        if due or any(c > told for c in before):
+            self.candidates = tuple(c for c in before if c <= told)
+            self.enter(step, replaced=None)
+        return self.candidates != before
+
     def heard(self, step: int, reward: float) -> None:
         """The fleet's result for v_step. Exams end in their order: older candidates will have none any more."""
         if step in self.candidates and (self.best is None or reward > self.best[1]):

@@ -118,7 +118,8 @@ def agree(ranks: Ranks, failure: EchoError | None) -> None:
 
 def asset_files(loaded: LoadedModel, work_dir: Path) -> list[Path]:
     """What a node needs beside what is published: config and tokenizer, and with an adapter the model under it."""
-    files = assets(loaded.folder)
+    # A model folder may hold a file of that name, and it would say that versions are adapters.
+    files = [path for path in assets(loaded.folder) if path.name != ADAPTER_ASSET]
     if loaded.adapter is None:
         return files
     config = work_dir / ADAPTER_ASSET

@@ -4,9 +4,11 @@ Invariant: a version is on disk as a checkpoint before anybody can pull it (unle
 checkpoints), and it is announced only when the relay can serve it. The training step pays for one copy of the tensors.
 
 Newest wins: if a publish is still running when the next is due, the new one takes the place of the one that waits.
-The learner never waits for a disk or an uplink, no more than two copies are held (none of what is only uploaded), and
-nodes get the freshest version that can be had; what it costs is a version number that nobody sees. The alternative,
-holding the step back, would turn a slow disk into idle time of the learner.
+A checkpoint that comes alone while a version waits takes the place of that version's, unless the version is to be
+evaluated: then both are written. The learner never waits for a disk or an uplink, no more than two copies are held (a
+third where both are written, none of what is only uploaded), and nodes get the freshest version that can be had; what
+it costs is a version number that nobody sees. The alternative, holding the step back, would turn a slow disk into idle
+time of the learner.
 """
 
 from __future__ import annotations
@@ -65,6 +67,20 @@ class Save:
     version: int | None
     weights: Mapping[str, torch.Tensor]
     checkpoint: Checkpoint | None
+    later: Checkpoint | None = None
+    """A newer one that came while this version waited, which is to be evaluated, so that its own must not be lost."""
+
+
+def merged(old: Save, new: Save) -> Save:
+    """What waits, after `new` has come while `old` waited: the halves that `new` doesn't bring are still wanted."""
+    if new.version is not None:
+        return new if new.checkpoint is not None else replace(new, checkpoint=old.later or old.checkpoint)
+    if old.version is None or new.checkpoint is None:
+        return new
+    progress, own = new.checkpoint.progress, old.checkpoint
+    if own is not None and own.progress.step != progress.step and old.version in progress.undecided:
+        return replace(old, later=new.checkpoint)
+    return replace(old, checkpoint=new.checkpoint)
 
 
 class Publisher:
@@ -115,17 +131,23 @@ class Publisher:
             return self._settled()
 
     def submit(self, job: Save) -> None:
-        """Queue a copy; one that still waits is replaced, but for the half that the new one doesn't bring."""
+        """Queue a copy; one that still waits is replaced, but for what `merged` keeps of it."""
         with self._changed:
             old = self._waiting
             if old is not None:
                 self.skipped += old.version is not None and job.version is not None
-                if job.version is None and old.version is not None:
-                    job = Save(old.version, old.weights, job.checkpoint)
-                elif job.checkpoint is None:
-                    job = Save(job.version, job.weights, old.checkpoint)
+                job = merged(old, job)
             self._waiting = job
             self._changed.notify_all()
+
+    def withdraw(self) -> int | None:
+        """Take back what waits: something newer, with a checkpoint, will come at once. Its version, if it has one."""
+        with self._changed:
+            old, self._waiting = self._waiting, None
+            version = None if old is None else old.version
+            self.skipped += version is not None
+            self._changed.notify_all()
+            return version
 
     def keep(self, checkpoint: Checkpoint) -> None:
         """Queue the best one so far: only a better one takes its place."""
@@ -183,6 +205,9 @@ class Publisher:
         if self._running is not None and self._running.checkpoint is not None:
             self._write(self._running.checkpoint)
             self._running = replace(self._running, checkpoint=None)
+        if self._running is not None and self._running.later is not None:
+            self._write(self._running.later)
+            self._running = replace(self._running, later=None)
         if self._running is None or self._running.version is None:
             return
         version = self._running.version

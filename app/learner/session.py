@@ -24,26 +24,26 @@ from app.learner.checkpoints import save
 from app.learner.client import Control
 from app.learner.config import LearnerSettings
 from app.learner.heart import Heart, Status
-from app.learner.inbox import GroupReader, Inbox, counted
+from app.learner.inbox import Inbox, counted
 from app.learner.journal import NAME, Journal, ScalarWriter, open_board
-from app.learner.keeper import Keeper, take_best
+from app.learner.keeper import Keeper, fetch_step, take_best
 from app.learner.loop import Loop
 from app.learner.model import trained_weights
 from app.learner.objects import open_objects
-from app.learner.outbox import Directives, Outbox
+from app.learner.outbox import FLUSH_S, Directives, Outbox
 from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.parallel.shards import needs_shards
 from app.learner.position import Ending, Position
 from app.learner.prepare import Parts, prepare, put_assets, put_final
 from app.learner.probe import open_prober
 from app.learner.publisher import Publisher, Save
-from app.learner.resume import FLUSH_S, fetch_checkpoint, resume
+from app.learner.reading import open_reader
+from app.learner.resume import fetch_checkpoint, resume
 from app.learner.rewards import Rewarder, threads
 from app.learner.sink import RelaySink
 from app.learner.standby import Standby
 from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer
 from app.snapshots.rates import Rate
-from app.tasks.prompts import encode_prompt
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,10 @@ class Session:
         self._outbox.start()
         parts = prepare(self._answer, self._settings, self._ranks)
         torch.manual_seed(self._answer.spec.seed)
-        fetch_checkpoint(self._objects, self._prefix, self._checkpoints)
-        position = resume(self._answer, self._checkpoints, parts.trainer, self._buffer, self._outbox)
+        fetch = partial(
+            fetch_checkpoint, self._objects, self._prefix, self._checkpoints, last_step=self._answer.last_step
+        )
+        position = resume(self._answer, self._checkpoints, parts.trainer, self._buffer, self._outbox, fetch)
         self.step = parts.trainer.steps
         self._open_journal()
         self._status.set("loading", self.step)
@@ -207,9 +209,14 @@ class Session:
         step = parts.trainer.steps
         newest = max(self._answer.published_version or 0, sink.newest or 0)
         version = step if step >= newest else newest
+        renew = position.evaluated < 0 and step == 0
+        # The control service opens an exam when it is told of a version; one that is only on this disk it never was.
+        told = self._answer.published_version or 0
+        if version == step > told:
+            renew = position.published_first(step, told=told, due=loop.exam_due(step)) or renew
         position.published = version
         if version == step or sink.newest == version:
-            fresh = loop.checkpoint(parts.trainer.state()) if position.evaluated < 0 and step == 0 else None
+            fresh = loop.checkpoint(parts.trainer.state()) if renew else None
             publisher.submit(Save(version, parts.trainer.weights() if fresh is None else fresh.weights, fresh))
             publisher.flush(FLUSH_S)
             self._outbox.flush(FLUSH_S)
@@ -257,21 +264,9 @@ class Session:
         return auditor
 
     def _follow(self, parts: Parts, sink: RelaySink) -> None:
-        # Its own tokenizer: one object of the library may not be used by two threads at once.
-        tokenizer = copy.deepcopy(parts.loaded.tokenizer)
         spec = self._answer.spec
-        reader = GroupReader(
-            self._objects,
-            lambda index: encode_prompt(tokenizer, parts.task.train(index)),
-            group_size=spec.batch.group_size,
-            max_tokens=spec.sampling.max_tokens,
-            vocabulary=parts.loaded.model.get_input_embeddings().num_embeddings,
-            quantised=spec.snapshot.quantise,
-            proofs=spec.trust.proofs,
-            prune=spec.batch.prune,
-            cache=FileCache(self._settings.work_dir / "trajectories", self._settings.learner_cache_bytes),
-            heldout_ids=lambda index: encode_prompt(tokenizer, parts.task.heldout(index)),
-        )
+        cache = FileCache(self._settings.work_dir / "trajectories", self._settings.learner_cache_bytes)
+        reader = open_reader(spec, parts, self._objects, cache)
         self._auditor = self._audit(parts, sink)
         rewarder = None
         if spec.rewards != "node":
@@ -290,7 +285,10 @@ class Session:
         step = parts.trainer.steps
         self._keeper.put(step, save(self._checkpoints, loop.checkpoint(), keep=spec.checkpoint_keep))
         self._put_journal()
-        said = take_best(parts.trainer, self._checkpoints, loop.position.best) if spec.final == "best" else ""
+        said = ""
+        if spec.final == "best":
+            fetch = partial(fetch_step, self._objects, self._prefix, self._checkpoints)
+            said = take_best(parts.trainer, self._checkpoints, loop.position.best, fetch)
         prefix = f"jobs/{self._answer.job_id}/final/"
         put_final(self._objects, prefix, parts, self._answer.spec, self._settings.work_dir / "final")
         if self._auditor is not None:

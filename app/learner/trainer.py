@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from app.learner.advantages import batch_advantages
-from app.learner.alignment import removed, skipped
+from app.learner.alignment import GRADIENT, Alignment
 from app.learner.buffer import Group
 from app.learner.copier import Copier
 from app.learner.device import Lane, host_copies, lane_of, moment, stopwatch
@@ -28,7 +28,7 @@ from app.learner.model import check_weights, trained_weights
 from app.learner.optimizer import adamw
 from app.learner.parallel.messages import Progress, Rehearsal, packed, unpacked
 from app.learner.parallel.ranks import ALONE, Ranks
-from app.learner.parallel.shards import local, needs_shards, number, prepare_passes, reshard, shard, spread, whole
+from app.learner.parallel.shards import needs_shards, number, prepare_passes, reshard, shard, spread, whole
 from app.learner.passes import Passes
 from app.learner.reference import frozen_copy
 from app.protocol.errors import LearnerError
@@ -50,12 +50,15 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """Weights (by `trained_weights`' names), the optimizer as tensors, and the number of steps made; whole tensors in
-    host memory, whatever the number of ranks. Empty on ranks other than 0."""
+    """Weights (by `trained_weights`' names), the optimizer as tensors (`FIELD/NAME`; among them the previous gradient
+    where it decides anything), and the number of steps made; whole tensors in host memory, whatever the number of
+    ranks. Empty on ranks other than 0."""
 
     steps: int
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
+    skipped: bool = False
+    """Whether the last step changed nothing (`learner.gac`)."""
 
 
 class GRPOTrainer:
@@ -90,8 +93,7 @@ class GRPOTrainer:
         self._named = dict(model.named_parameters())
         self._trained = {name: p for name, p in self._named.items() if p.requires_grad}
         self._optimizer = adamw(self._trained.values(), spec.learner.learning_rate)
-        self._previous: dict[str, torch.Tensor] | None = None
-        self._skipped = False
+        self._alignment = Alignment(spec, self._named, ranks)
         self._copier = Copier()
         self._lane = lane or lane_of(model.device)
         self._laps = Laps(*stopwatch(model.device, clock))
@@ -120,7 +122,7 @@ class GRPOTrainer:
         self._laps.lap("data")
         seen = self._backward(rows, denominator)
         self._laps.lap("backward")
-        values = step_metrics(groups, seen, denominator) | advantage_metrics(advantages) | self._align()
+        values = step_metrics(groups, seen, denominator) | advantage_metrics(advantages) | self._alignment.look()
         values |= lag_metrics(groups, advantages, self.steps)
         values |= node_metrics(seen.log_ratio, [(owners[i], rows[i].own_tokens) for i in self._runner.order(rows)])
         values |= {"grad_norm": self._clip(), "learning_rate": self._rate(self.steps)}
@@ -128,7 +130,7 @@ class GRPOTrainer:
         self._copier.settle()
         self._laps.lap("publish")
         self._optimizer.param_groups[0]["lr"] = values["learning_rate"]
-        if not self._skipped:
+        if not self._alignment.skipped:
             reshard(self.model)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -172,10 +174,11 @@ class GRPOTrainer:
     def state(self) -> TrainerState:
         """A copy of everything that a later process needs to go on exactly."""
         self._ranks.announce("state")
-        return TrainerState(self.steps, self._whole(trained_weights(self.model)), self._whole(self._moments()))
+        weights, optimizer = self._whole(trained_weights(self.model)), self._whole(self._optimized())
+        return TrainerState(self.steps, weights, optimizer, self._alignment.skipped)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights of `state` alone, a third of it."""
+        """The weights of `state` alone, a third of it or less."""
         self._ranks.announce("weights")
         return self._whole(trained_weights(self.model))
 
@@ -188,16 +191,18 @@ class GRPOTrainer:
         if self._ranks.size > 1:
             return self.state() if optimizer else TrainerState(self.steps, self.weights(), {})
         now = moment(self.model.device)
-        parts = [trained_weights(self.model), *([self._moments()] if optimizer else [])]
+        parts = [trained_weights(self.model), *([self._optimized()] if optimizer else [])]
         copies = self._copier.begin(*(partial(host_copies, part, now, self._lane) for part in parts))
-        return TrainerState(self.steps, copies[0], copies[1] if optimizer else {})
+        return TrainerState(self.steps, copies[0], copies[1] if optimizer else {}, self._alignment.skipped)
 
-    def _moments(self) -> dict[str, torch.Tensor]:
-        return {
+    def _optimized(self) -> dict[str, torch.Tensor]:
+        """AdamW's moments and counters, and the previous gradient where it decides anything."""
+        moments = {
             f"{field}/{name}": value
             for name, parameter in self._named.items()
             for field, value in self._optimizer.state.get(parameter, {}).items()
         }
+        return moments | self._alignment.kept()
 
     def restore(self, state: TrainerState) -> None:
         """Go on from a state. Raises LearnerError, before any change, if it is of another model."""
@@ -205,7 +210,7 @@ class GRPOTrainer:
         names = {key.partition("/")[2] for key in state.optimizer}
         if not names <= self._named.keys():
             raise LearnerError("the checkpoint's optimizer is of another model")
-        progress = Progress(steps=state.steps, optimizer=list(state.optimizer))
+        progress = Progress(steps=state.steps, optimizer=list(state.optimizer), skipped=state.skipped)
         self._ranks.announce("restore", progress.model_dump_json().encode())
         self.receive(progress, state)
 
@@ -216,15 +221,19 @@ class GRPOTrainer:
         for name, tensor in trained_weights(self.model).items():
             tensor.copy_(spread(None if state is None else state.weights[name], tensor, self._ranks))
         self._optimizer.state.clear()
+        gradients: dict[str, torch.Tensor] = {}
         for key in progress.optimizer:
             field, _, name = key.partition("/")
             parameter = self._named[name]
             # AdamW keeps its step counter on the CPU.
             like = torch.zeros(()) if field == "step" else parameter.detach()
             value = spread(None if state is None else state.optimizer[key], like, self._ranks)
-            self._optimizer.state.setdefault(parameter, {})[field] = value
+            if field == GRADIENT:
+                gradients[name] = value
+            else:
+                self._optimizer.state.setdefault(parameter, {})[field] = value
         self.steps = progress.steps
-        self._previous, self._skipped = None, False
+        self._alignment.restore(gradients, progress.skipped)
 
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copies = {name: whole(t, keep=self._ranks.rank == 0) for name, t in tensors.items()}
@@ -249,38 +258,6 @@ class GRPOTrainer:
             self._optimizer.zero_grad(set_to_none=True)
             raise LearnerError(f"the loss of step {self.steps + 1} is not finite; lower the learning rate")
         return seen
-
-    def _align(self) -> dict[str, float]:
-        """Compare the gradient with the previous step's and keep it for the next; with `gac` bend it or skip a step."""
-        spec, before, found = self._spec.learner, self._previous, self._cosine()
-        raw = {n: p.grad for n, p in self._named.items() if p.grad is not None}
-        # The optimizer's zero_grad lets go of these tensors, so that they need no copy.
-        self._previous = raw if spec.grad_cosine or spec.gac or self._spec.adaptive else None
-        if found is None or before is None:
-            self._skipped = False
-            return {}
-        cosine, along = found
-        if not spec.gac:
-            return {"grad_cosine": cosine}
-        self._skipped = skipped(cosine, spec.gac_high, again=self._skipped)
-        share = removed(cosine, spec.gac_low)
-        for name, gradient in raw.items() if share else ():
-            # Not in place: the next step is compared with the gradient as it was.
-            self._named[name].grad = gradient - share * along * before[name]
-        return {"grad_cosine": cosine, "gac_removed": share, "gac_skipped": float(self._skipped)}
-
-    def _cosine(self) -> tuple[float, float] | None:
-        """Cosine of this gradient with the previous step's, and its part along it as a multiple of that; None for the
-        first of a process, or if one of them is zero."""
-        if self._previous is None:
-            return None
-        pairs = [(local(p.grad), local(self._previous[n])) for n, p in self._named.items() if p.grad is not None]
-        sums = [
-            torch.stack([(x * y).sum().double() for x, y in which]).sum()
-            for which in (pairs, [(g, g) for g, _ in pairs], [(h, h) for _, h in pairs])
-        ]
-        dot, new, old = self._ranks.total(torch.stack(sums).tolist())
-        return (dot / math.sqrt(new * old), dot / old) if new > 0 and old > 0 else None
 
     def _clip(self) -> float:
         norm = number(torch.nn.utils.clip_grad_norm_(self._trained.values(), self._spec.learner.grad_clip))

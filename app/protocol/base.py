@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 MICROS_PER_USD = 1_000_000
 MAX_DIGITS = 12
 """Amounts of more digits before the point than this plus one are a mistake, and not worth the memory."""
+
+
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must hold no line break and no other character that can't be shown")
+    return value
+
+
+Printable = Annotated[str, AfterValidator(_printable)]
+"""One line of text: it goes into logs and tables, and PostgreSQL keeps no zero byte."""
 
 
 class Strict(BaseModel):
@@ -66,6 +77,6 @@ def rfc3339(moment: datetime) -> str:
 def moment(at: float | None) -> str | None:
     """Seconds since the epoch as RFC 3339; None stays None, and so does a moment beyond all calendars."""
     try:
-        return None if at is None else rfc3339(datetime.fromtimestamp(at, UTC))
+        return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
     except (ValueError, OverflowError, OSError):
         return None

@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from app.protocol.base import Spec, micros
+from app.protocol.base import Printable, Spec, micros
 from app.protocol.learner_spec import LearnerSpec
 from app.protocol.pruning import Prune
 from app.protocol.task_spec import TaskSpec
@@ -133,7 +133,7 @@ class StalenessSpec(Spec):
     """Lower S, and κ with it, as soon as a step shows that policies are too far apart; raise them slowly."""
     min_ess: float = Field(default=0.5, gt=0, lt=1)
     """adaptive: an effective sample size below this lowers S."""
-    max_mismatch_kl: float = Field(default=0.05, gt=0)
+    max_mismatch_kl: float = Field(default=0.02, gt=0)
     """adaptive: a mean KL between sampler and policy above this lowers S."""
 
 
@@ -184,7 +184,7 @@ class SnapshotSpec(Spec):
 class JobSpec(Spec):
     """`POST /v1/jobs`. Only `model`, `task` and `budget_usd` are required."""
 
-    name: str = Field(default="", max_length=200)
+    name: Printable = Field(default="", max_length=200)
     model: str = Field(min_length=1, max_length=500)
     """`tiny`, `small`, a Hugging Face id (`org/name`) or a local folder with a config.json."""
     task: TaskSpec

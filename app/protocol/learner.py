@@ -107,6 +107,13 @@ class LearnerHeartbeat(Strict):
     """It has put into the store what `store_model` asks for."""
 
 
+class HeldOut(Lenient):
+    """A held-out evaluation of v_step, whoever made it."""
+
+    step: int
+    reward: float
+
+
 class LearnerDirectives(Lenient):
     """What the control service wants. `finish`: checkpoint, save the final model, report done. `abort`: end now."""
 
@@ -117,10 +124,20 @@ class LearnerDirectives(Lenient):
     evaluated_step: int | None = None
     """The version of the newest held-out evaluation, whoever made it."""
     evaluated_reward: float | None = None
+    evaluations: list[HeldOut] = Field(default_factory=list)
+    """The newest few: more than one may have ended between two answers."""
     staleness_bound: int | None = None
     """The owner's bound, if S is adaptive."""
     store_model: bool = False
     """Put the model's files into the store that so far are only on the Hugging Face Hub: a node did not get them."""
+
+    @property
+    def results(self) -> list[tuple[int, float]]:
+        """Step and reward of the evaluations that are told of, oldest version first."""
+        found = {e.step: e.reward for e in self.evaluations}
+        if self.evaluated_step is not None and self.evaluated_reward is not None:
+            found[self.evaluated_step] = self.evaluated_reward
+        return sorted(found.items())
 
 
 class ReplayStep(Lenient):

@@ -168,6 +168,15 @@ MOST_PER_S = 1e12
 Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
+class Weights(Strict):
+    """What an engine says of its own parameters; the same for engines of one kind that hold one version."""
+
+    version: int = Field(ge=0)
+    engine: str = Field(max_length=300)
+    """Its kind: all that decides in which form it keeps them."""
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
 class Heartbeat(Strict):
     """State of a node. Counters are totals since join; rates are smoothed by the node."""
 
@@ -210,6 +219,8 @@ class Heartbeat(Strict):
     detail: str = Field(default="", max_length=500)
     start: StartProgress | None = None
     """How far its start has come, or a reload of its engine."""
+    weights: Weights | None = None
+    """Of the version in force, where the engine was looked at with that one."""
     interruption: Interruption | None = None
     """A notice that no answered heartbeat has carried yet. Who reads it has to bear hearing it twice."""
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from app.protocol import proofs as toploc
 from app.protocol.errors import Refused
+from app.protocol.trajectory_rows import check_tokens, check_versions, flat, lengths
 
 SCHEMA = pa.schema(
     [
@@ -45,8 +46,6 @@ QUANTISATION = b"echo2.quantisation"
 FINISH_REASONS = frozenset({"stop", "length"})
 MAX_VALUES = 1 << 26
 """Numbers in one file. A file of few bytes can unpack to more than fits into memory."""
-MAX_LOGPROB = 1e-4
-"""A log-prob is at most 0; this much is granted to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +218,8 @@ def check_proofs(table: pa.Table, proofs: toploc.Proofs) -> None:
 
 def check_rows(table: pa.Table, *, newest_version: int, max_tokens: int, finish_reasons: Set[str]) -> None:
     """Each row by itself. Raises Refused as `validate` does."""
-    _check_tokens(table, max_tokens)
-    _check_versions(table, newest_version)
+    check_tokens(table, max_tokens)
+    check_versions(table, newest_version)
     if not set(table.column("finish_reason").unique().to_pylist()) <= finish_reasons:
         raise Refused("finish_reason", f"finish_reason must be one of {sorted(finish_reasons)}")
     if not np.isfinite(table.column("reward").to_numpy()).all():
@@ -252,51 +251,6 @@ def _check_groups(table: pa.Table, expected: Mapping[str, Expected]) -> None:
             )
 
 
-def _lengths(table: pa.Table, column: str) -> np.ndarray:
-    return np.asarray(table.column(column).combine_chunks().value_lengths())
-
-
-def _flat(table: pa.Table, column: str) -> np.ndarray:
-    return np.asarray(table.column(column).combine_chunks().flatten())
-
-
-def _check_tokens(table: pa.Table, max_tokens: int) -> None:
-    tokens = _lengths(table, "completion_ids")
-    if (tokens < 1).any() or (tokens > max_tokens).any():
-        raise Refused("lengths", f"completions must have 1…{max_tokens} tokens")
-    if (_lengths(table, "prompt_ids") < 1).any():
-        raise Refused("lengths", "a prompt is empty")
-    if (_lengths(table, "logprobs") != tokens).any():
-        raise Refused("lengths", "there must be one log-prob per completion token")
-    if (_lengths(table, "generated") != tokens).any():
-        raise Refused("lengths", "there must be one mark per completion token that says whether the policy wrote it")
-    generated = _flat(table, "generated").astype(bool)
-    if not np.logical_or.reduceat(generated, np.cumsum(tokens) - tokens).all():
-        raise Refused("lengths", "a completion has no token that the policy wrote")
-    if (_flat(table, "completion_ids") < 0).any() or (_flat(table, "prompt_ids") < 0).any():
-        raise Refused("lengths", "token ids must not be negative")
-    logprobs = _flat(table, "logprobs")
-    if not np.isfinite(logprobs).all() or (logprobs > MAX_LOGPROB).any():
-        raise Refused("logprobs", "log-probs must be finite and at most 0")
-    if logprobs[~generated].any():
-        raise Refused("logprobs", "the log-prob of a token that the policy did not write must be 0")
-
-
-def _check_versions(table: pa.Table, newest_version: int) -> None:
-    counts = _lengths(table, "span_versions")
-    if (counts < 1).any() or (counts != _lengths(table, "span_starts")).any():
-        raise Refused("versions", "span_versions and span_starts must be equally long and not empty")
-    versions = _flat(table, "span_versions")
-    if (versions < 0).any():
-        raise Refused("versions", "versions must not be negative")
-    if (versions > newest_version).any():
-        raise Refused("future_version", f"version {versions.max()} is newer than the published {newest_version}")
-    tokens = _lengths(table, "completion_ids")
-    for starts, total in zip(table.column("span_starts").to_pylist(), tokens.tolist(), strict=True):
-        if starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)) or starts[-1] >= total:
-            raise Refused("versions", "span_starts must begin at 0, grow, and lie inside the completion")
-
-
 def oldest_versions(table: pa.Table) -> dict[str, int]:
     """Work item → oldest version of any of its tokens."""
     oldest: dict[str, int] = {}
@@ -319,15 +273,15 @@ def _proofs(table: pa.Table) -> list[bytes | None]:
     """`proofs` of each row; None where the table has no such column."""
     if PROOFS.name not in table.column_names:
         return [None] * table.num_rows
-    flat = _flat(table, PROOFS.name).astype(toploc.WORD)
-    ends = np.concatenate([[0], np.cumsum(_lengths(table, PROOFS.name), dtype=np.int64)]).tolist()
-    return [flat[a:b].tobytes() for a, b in itertools.pairwise(ends)]
+    words = flat(table, PROOFS.name).astype(toploc.WORD)
+    ends = np.concatenate([[0], np.cumsum(lengths(table, PROOFS.name), dtype=np.int64)]).tolist()
+    return [words[a:b].tobytes() for a, b in itertools.pairwise(ends)]
 
 
 def _marks(table: pa.Table) -> list[list[bool] | None]:
     """`generated` of each row, None where it is all true; few rows need a list of it."""
-    flat = _flat(table, "generated").astype(bool)
-    ends = np.concatenate([[0], np.cumsum(_lengths(table, "generated"), dtype=np.int64)])
-    foreign = np.concatenate([[0], np.cumsum(~flat)])[ends]
+    own = flat(table, "generated").astype(bool)
+    ends = np.concatenate([[0], np.cumsum(lengths(table, "generated"), dtype=np.int64)])
+    foreign = np.concatenate([[0], np.cumsum(~own)])[ends]
     pairs = zip(itertools.pairwise(ends.tolist()), np.diff(foreign).tolist(), strict=True)
-    return [flat[a:b].tolist() if others else None for (a, b), others in pairs]
+    return [own[a:b].tolist() if others else None for (a, b), others in pairs]

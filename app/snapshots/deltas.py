@@ -48,7 +48,7 @@ def check_pair(document: bytes, whole: bytes, *, public_key: str, job_id: str) -
     """The manifests of a delta and of the version that it leads to. IntegrityError unless they fit together."""
     manifest = verify(document, public_key=public_key, job_id=job_id)
     target = verify(whole, public_key=public_key, job_id=job_id)
-    if manifest.kind != "delta" or manifest.delta is None or target.kind != "full":
+    if manifest.kind != "delta" or manifest.delta is None or not target.whole:
         raise IntegrityError("a delta and the version that it leads to were due")
     given = (manifest.version, manifest.delta.result_bytes, manifest.delta.result_blake3)
     if given != (target.version, target.payload_bytes, target.payload_blake3):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from io import BufferedWriter
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
-from app.snapshots.manifest import MAX_DOCUMENT_BYTES
+from app.snapshots.manifest import MAX_DOCUMENT_BYTES, Kind
 
 PAYLOAD = "payload.safetensors"
 DELTA = "payload.delta"
@@ -19,9 +19,9 @@ WHOLE_DOCUMENT = "version.json"
 """Beside a delta: the signed document of the version that it leads to."""
 
 
-def payload_name(kind: Literal["full", "delta"]) -> str:
+def payload_name(kind: Kind) -> str:
     """The file that holds the payload of a version, or a delta."""
-    return PAYLOAD if kind == "full" else DELTA
+    return DELTA if kind == "delta" else PAYLOAD
 
 
 def delta_folder(root: Path, version: int) -> Path:

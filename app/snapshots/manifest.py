@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -35,9 +36,12 @@ DTYPE_BYTES = {"BF16": 2, "F32": 4, "I8": 1}
 SCALE = ".scale"
 """A quantised tensor `w` has its scales, one a row, in `w.scale`."""
 ADAPTER_ASSET = "adapter.json"
-"""Among the assets of a job that trains an adapter, whose snapshots then hold the adapter alone. PEFT's fields."""
+"""Among the assets of versions of the kind `adapter`: rank, scale and layers, in PEFT's fields."""
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Kind = Literal["full", "adapter", "delta"]
+"""full: all weights of a model. adapter: an adapter's weights alone, for a model that nodes have. delta: what leads to
+a version of one of these kinds from another one."""
 
 
 class TensorEntry(Strict):
@@ -87,7 +91,7 @@ class Probe(Strict):
 
 
 class Manifest(Strict):
-    """What a version consists of, or (kind `delta`) what leads to it from version `base`.
+    """What a version consists of (kinds `full`, `adapter`), or what leads to it from version `base` (kind `delta`).
 
     `leaf_hashes[n]` is blake3 of payload bytes n·leaf_bytes … (n+1)·leaf_bytes. A delta's payload is the delta itself.
     """
@@ -95,7 +99,7 @@ class Manifest(Strict):
     format: Literal[1] = 1
     job_id: str = Field(min_length=1, max_length=200)
     version: int = Field(ge=0, le=MAX_VERSION)
-    kind: Literal["full", "delta"] = "full"
+    kind: Kind = "full"
     base: int | None = Field(default=None, ge=0, le=MAX_VERSION)
     codec: Literal["safetensors", "delta"] = "safetensors"
     payload_bytes: int = Field(ge=1, le=2**50)
@@ -107,7 +111,7 @@ class Manifest(Strict):
     assets: list[AssetEntry] = Field(default_factory=list)
     created_at: AwareDatetime
     delta: DeltaOf | None = None
-    """Of a delta only; a full manifest's text doesn't have the field."""
+    """Of a delta only; the text of others doesn't have the field."""
     quantisation: Literal["int8"] | None = None
     """How I8 tensors and their scales, F32 tensors `{name}.scale`, were made. The text has it only if it isn't None."""
     probe: Probe | None = None
@@ -115,8 +119,13 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _kind(self) -> Self:
-        if self.kind == "full" and (self.base is not None or self.delta or self.codec != "safetensors"):
-            raise ValueError("a full snapshot has no base, no delta and the codec safetensors")
+        if self.whole and (self.base is not None or self.delta or self.codec != "safetensors"):
+            raise ValueError("a whole version has no base, no delta and the codec safetensors")
+        described = any(asset.path == ADAPTER_ASSET for asset in self.assets)
+        if self.kind == "adapter" and not described:
+            raise ValueError(f"an adapter has {ADAPTER_ASSET} among its assets")
+        if self.kind == "full" and described:
+            raise ValueError(f"{ADAPTER_ASSET} is among the assets: then the kind is adapter, and not full")
         if self.kind == "delta":
             others = self.tensors or self.assets or self.quantisation or self.probe
             if self.base is None or self.delta is None or self.codec != "delta" or others:
@@ -155,6 +164,11 @@ class Manifest(Strict):
         return self
 
     @property
+    def whole(self) -> bool:
+        """Whether this is a version, and not a delta that leads to one."""
+        return self.kind != "delta"
+
+    @property
     def weights(self) -> list[TensorEntry]:
         """The tensors of the model: all but the scales of quantised ones."""
         scales = {t.name + SCALE for t in self.tensors if t.dtype == "I8"}
@@ -178,6 +192,11 @@ class Manifest(Strict):
     def leaf_size(self, n: int) -> int:
         """Bytes of leaf n: `leaf_bytes`, fewer for the last one."""
         return min(self.leaf_bytes, self.payload_bytes - n * self.leaf_bytes)
+
+
+def kind_of(assets: Iterable[AssetEntry]) -> Literal["full", "adapter"]:
+    """The kind of a version that goes with these assets."""
+    return "adapter" if any(asset.path == ADAPTER_ASSET for asset in assets) else "full"
 
 
 def leaf_bytes_for(payload_bytes: int, at_least: int, at_most: int) -> int:

@@ -20,7 +20,7 @@ from app.snapshots.delta import PAYS_BELOW, write
 from app.snapshots.deltas import DeltaFile
 from app.snapshots.files import DOCUMENT, WHOLE_DOCUMENT, payload_name, sync, sync_folder, write_synced
 from app.snapshots.incoming import Snapshot
-from app.snapshots.manifest import AssetEntry, DeltaOf, Manifest, TensorEntry, leaf_bytes_for, sign
+from app.snapshots.manifest import AssetEntry, DeltaOf, Manifest, TensorEntry, kind_of, leaf_bytes_for, sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,13 @@ def describe(
     at: datetime,
     quantisation: Literal["int8"] | None = None,
 ) -> Manifest:
-    """The manifest of a payload file, which is read once."""
+    """The manifest of a payload file, which is read once. Assets that describe an adapter make its kind `adapter`."""
     leaf_bytes = sizes.leaf(payload.stat().st_size)
     whole, leaves = hash_leaves(payload, leaf_bytes)
     return Manifest(
         job_id=job_id,
         version=version,
+        kind=kind_of(assets),
         payload_bytes=payload.stat().st_size,
         payload_blake3=whole,
         leaf_bytes=leaf_bytes,

@@ -152,7 +152,7 @@ class Puller:
         try:
             return await asyncio.to_thread(incoming.complete)
         except IntegrityError as error:
-            if incoming.manifest.kind == "full":
+            if incoming.manifest.whole:
                 raise
             # A delta that came as it was signed can't be applied: take the version whole.
             self._listener.whole_only = True

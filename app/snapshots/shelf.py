@@ -116,7 +116,7 @@ class Shelf:
             arriving = self._incoming if self._incoming is not None and not self._incoming.closed else None
             wholes = {v: s.manifest.payload_bytes for v, s in self._complete.items()}
             offers = self._deltas.offers()
-            if arriving is not None and arriving.manifest.kind == "full":
+            if arriving is not None and arriving.manifest.whole:
                 wholes.setdefault(arriving.version, arriving.manifest.payload_bytes)
             elif arriving is not None:
                 offers.append(Offer(arriving.version, arriving.manifest.base, arriving.manifest.payload_bytes))
@@ -144,7 +144,7 @@ class Shelf:
             snapshot, incoming = self._complete.get(version), self._incoming
             if snapshot is not None:
                 reader = Reader(snapshot.payload_path, snapshot.manifest, None, on_close=lambda: self._unpin(version))
-            elif incoming is not None and incoming.manifest.kind == "full" and incoming.version == version:
+            elif incoming is not None and incoming.manifest.whole and incoming.version == version:
                 found = _arriving(incoming, on_close=lambda: self._unpin(version))
                 if found is None:
                     return None
@@ -237,7 +237,7 @@ class Shelf:
             raise IntegrityError(f"the folder holds version {manifest.version}")
         if payload.stat().st_size != manifest.payload_bytes:
             raise IntegrityError("the payload's size is not the manifest's")
-        if manifest.kind != "full" or hash_file(payload) != manifest.payload_blake3:
+        if not manifest.whole or hash_file(payload) != manifest.payload_blake3:
             raise IntegrityError("the payload's hash is not the manifest's")
         return Snapshot(manifest.version, manifest, document, payload)
 

@@ -118,7 +118,7 @@ class SnapshotStore(Shelf):
         document that isn't this job's, Conflict for a version that is not newer than the newest.
         """
         manifest = verify(document, public_key=self._public_key, job_id=self._job_id)
-        if manifest.kind != "full":
+        if not manifest.whole:
             raise IntegrityError(f"a version was due, and not the delta of version {manifest.version}")
         return self._begin(manifest, document)
 
@@ -157,7 +157,7 @@ class SnapshotStore(Shelf):
 
     def _part(self, manifest: Manifest, document: bytes, whole: bytes) -> Path:
         """The folder to receive into. What is in it is kept, for its leaves are verified; all others are removed."""
-        name = str(manifest.version) if manifest.kind == "full" else f"{manifest.version}.delta"
+        name = str(manifest.version) if manifest.whole else f"{manifest.version}.delta"
         folder = self._root / f"{name}.part"
         with self._lock:
             unused = self._deltas.forget(manifest.version) if whole else None

@@ -62,7 +62,7 @@ class Stored:
             if chunk not in urls:
                 count = min(CHUNKS_AT_ONCE, manifest.chunks - chunk)
                 given = await self._urls(manifest.version, chunk, count)
-                urls = given.chunk_urls if manifest.kind == "full" else given.delta.chunk_urls if given.delta else {}
+                urls = given.chunk_urls if manifest.whole else given.delta.chunk_urls if given.delta else {}
                 if chunk not in urls:
                     raise Lost(f"no URL for chunk {chunk} of version {manifest.version}")
             begin = max(first, chunk * manifest.leaves_per_chunk)

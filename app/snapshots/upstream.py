@@ -105,7 +105,7 @@ class Wire:
         `stream`: where they come already; otherwise they are asked for, all or `count` of them. A relay that doesn't
         know the count sends all.
         """
-        what = "stream" if manifest.kind == "full" else "delta"
+        what = "stream" if manifest.whole else "delta"
         path = f"/snapshots/{manifest.version}/{what}?from_leaf={first}" + (f"&leaves={count}" if count else "")
         if stream is None and not direct(source.url):
             async with aclosing(

@@ -41,6 +41,8 @@ class Progress(Strict):
 
     steps: int
     optimizer: list[str]
+    skipped: bool = False
+    """Whether the last of them changed nothing."""
 
 
 def packed(groups: Sequence[Group]) -> bytes:

@@ -113,7 +113,7 @@ async def test_group_sizes_follow_the_policy_and_every_count_follows_them(contro
     items: list[WorkItem] = []
     while len(items) < 4:
         items += (await node.work(1))[0]
-    items.sort(key=lambda i: int(i.id.rpartition("-")[2]))
+    items.sort(key=lambda i: order.index(i.prompt_index))
     assert [i.group_size for i in items] == [6, 2, 2, 6]
     # A group that is not whole by its own size is refused.
     short = [r for r in node.rollouts(items) if r.sample_index < 4]

@@ -143,6 +143,27 @@ async def test_an_exam_that_the_next_overtakes_half_answered_counts_and_less_doe
     assert (await control.job(job_id))["reward"]["eval"] == pytest.approx(0.5)
 
 
+async def test_the_learner_is_told_all_evaluations_and_the_newest_is_the_jobs(control: World) -> None:
+    """Also when they come out of order: one that was in a checkpoint is told again by the learner that goes on."""
+    job_id, learner, node = await started(control, eval_greedy=False)
+    while (given := await exam(node))[0]:
+        await answer(node, *given, {0})
+    before = len(await control.events(job_id))
+    await learner.evaluate(0, 0.1, initial=True)
+    said = (await learner.post("heartbeat", {"step": 2, "state": "training"})).json()
+    first, second = said["evaluations"]
+    assert (first["step"], first["reward"]) == (2, pytest.approx(1 / 6))
+    assert second == {"step": 0, "reward": 0.1}
+    assert said["evaluated_step"] == 2, "v0's is older"
+    job = await control.job(job_id)
+    assert (job["reward"]["eval"], job["reward"]["eval_initial"]) == (pytest.approx(1 / 6), 0.1)
+    await learner.evaluate(0, 0.1, initial=True)
+    told = [e.kind for e in (await control.events(job_id))[before:]]
+    assert told.count("evaluated") <= 1, "an evaluation that is told again is no news"
+    await learner.evaluate(1, 0.05, final=True)
+    assert (await control.job(job_id))["reward"]["eval"] == 0.05, "v2 was lost with its checkpoint: the job ends at v1"
+
+
 async def test_a_learner_that_evaluates_itself_makes_no_exam(control: World) -> None:
     _, _, node = await started(control, eval_by="learner")
     control.clock.advance(60)

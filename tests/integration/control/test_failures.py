@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from app.fleet.admission import prompt_at
 from app.storage.models import ExamItem
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.rig import GROUP, Node_, World
@@ -67,10 +68,10 @@ async def test_the_only_node_gives_a_group_up_three_times(control: World) -> Non
     _, (node,) = await control.running(job_id)
     for tries in range(3):
         (item,), _ = await node.work(1)
-        assert item.id.endswith("-0"), tries
+        assert item.prompt_index == prompt_at(0, 0, 50), tries
         await give_up(node, item.id)
     assert [i.status for i in await control.items(job_id)] == ["dropped"]
-    assert [i.id for i in (await node.work(1))[0]] == [f"{job_id}-1"]
+    assert [i.prompt_index for i in (await node.work(1))[0]] == [prompt_at(0, 1, 50)]
 
 
 async def test_a_failure_is_counted_only_of_who_has_the_group(control: World) -> None:

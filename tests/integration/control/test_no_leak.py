@@ -14,7 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet.leases import Choice
+from app.fleet.choice import Choice
 from app.protocol.job import JobStatus
 from app.storage.models import Job
 from providers.base import Balance, Billing, Listing, Offer, OfferQuery, Phase, RentResult, RentSpec

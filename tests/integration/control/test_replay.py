@@ -44,6 +44,22 @@ async def test_steps_after_the_checkpoint_come_with_their_groups_in_order(contro
     assert sorted(back) == sorted(batches[1] + batches[2] + batches[3])
 
 
+async def test_a_checkpoint_of_steps_that_are_not_on_record_is_refused_at_once(control: World) -> None:
+    """A learner went back to 1 elsewhere; then one comes whose checkpoint is of step 4 of before."""
+    job_id, _, _, _ = await trained(control, 4)
+    await resumed(control, job_id, 1)
+    late = Learner(control, job_id)
+    await late.start()
+    assert late.last_step == 1
+    body: dict[str, Any] = {
+        "resume_step": 4, "parameters": 1, "snapshot_bytes": 1, "train_prompts": 50, "eval_prompts": 1,
+        "t_train_prior": 1.0, "manifest_public_key": "ab" * 32, "assets": [],
+    }  # fmt: skip
+    answer = await late.post("ready", body)
+    assert answer.status_code == 409
+    assert "goes on from step 4, but 1 steps are on record" in answer.json()["detail"]
+
+
 async def test_a_second_kill_before_it_has_caught_up_forgets_nothing(control: World) -> None:
     job_id, _, _, batches = await trained(control, 4)
     heir, _ = await resumed(control, job_id, 1)

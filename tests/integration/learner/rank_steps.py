@@ -70,6 +70,7 @@ def play(case: Case, ranks: Ranks, out: Path) -> None:
                 saved["steps"],
                 load_file(Path(case.start) / "weights.safetensors"),
                 load_file(Path(case.start) / "optimizer.safetensors"),
+                saved["skipped"],
             )
         )
     made, prior = batches(), 1.0
@@ -89,6 +90,7 @@ def play(case: Case, ranks: Ranks, out: Path) -> None:
     save_file(dict(state.weights), out / "weights.safetensors")
     save_file(dict(state.optimizer), out / "optimizer.safetensors")
     told = {"steps": state.steps, "values": values, "prior": prior, "failure": failure}
+    told["skipped"] = state.skipped
     (out / "told.json").write_text(json.dumps(told))
 
 

@@ -225,6 +225,7 @@ def test_a_damaged_checkpoint_costs_steps_but_no_version_is_published_twice(tmp_
         first = list(service.published)
         manifest = service.store.get(f"jobs/{JOB}/snapshots/4/manifest.json")
         (tmp_path / "learners" / JOB / "checkpoints" / "000000004" / "model.safetensors").write_bytes(b"gone")
+        service.store.put(f"jobs/{JOB}/checkpoints/4/model.safetensors", b"gone")
         service.spec = spec(stop={"steps": 6})
         assert run(settings(tmp_path, url)) == 0
     assert service.ready[1]["resume_step"] == 2

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.integration.learner.rank_steps import ALONE, Case, play, write
 
 TOP = Path(__file__).parents[3]
+GAC = {"micro_batch_tokens": 40, "gac": True, "gac_low": 0.01, "gac_high": 0.5, "learning_rate": 1e-4}
 CASES = {
     "plain": Case({"loss": "ppo_clip", "micro_batch_tokens": 40, "grad_cosine": True}),
     "whole_step": Case({"loss": "m2po", "micro_batch_tokens": 40, "kl_beta": 0.01}),
@@ -51,6 +52,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     later = {
         "resumed": Case(start=str(one / "one"), steps=[1, 2]),
         "half": Case({"loss": "ppo_clip", "precision": "bfloat16"}),
+        "uninterrupted": Case(GAC, steps=[0, 0, 0]),
+        "killed": Case(GAC, steps=[0, 0]),
+        "went_on": Case(GAC, start=str(two / "killed"), steps=[0]),
     }
     run_ranks(two, CASES | later)
     play(Case(start=str(two / "one"), steps=[1, 2]), ALONE, one / "resumed")
@@ -91,6 +95,19 @@ def test_the_number_of_ranks_may_change_between_two_checkpoints(both: tuple[Path
     play(Case(), ALONE, unbroken)
     for folder in (one, two):
         close(unbroken, folder, "weights")
+
+
+def test_a_run_that_goes_by_the_previous_gradient_goes_on_bit_by_bit(both: tuple[Path, Path]):
+    whole, killed, heir = (both[1] / name for name in ("uninterrupted", "killed", "went_on"))
+    assert [v.get("gac_skipped") for v in told(whole)["values"]] == [None, 1.0, 0.0]
+    assert told(whole)["values"][2]["gac_removed"] > 0, "the first step after the kill goes by what was before it"
+    assert told(killed)["skipped"]
+    assert told(heir)["values"] == told(whole)["values"][2:]
+    for part in ("weights", "optimizer"):
+        found, wanted = (load_file(folder / f"{part}.safetensors") for folder in (heir, whole))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(t, wanted[name]) for name, t in found.items())
+    assert any(name.startswith("gradient/") for name in found)
 
 
 def test_a_loss_that_is_not_finite_is_told_by_all_and_changes_nothing(both: tuple[Path, Path]):

@@ -50,7 +50,8 @@ def test_the_last_bit_of_a_sum_rents_nobody() -> None:
 
 
 def test_the_dead_band() -> None:
-    """Neither renting nor releasing between the target and 1.26 of it (1.2 in a calm pool), nor when a release would go too near to it."""
+    """Neither renting nor releasing between the target and 1.26 of it (1.2 in a calm pool), nor when a release would go
+    too near to it."""
     for pool, age in ((1.0, OLD), (1.1, OLD), (1.2, OLD), (1.25, 600.0)):
         running = [lease("a", 100, 0.15, age=age), lease("b", 100, pool - 0.15, age=age)]
         assert decide(running, [], 1.0, 8, POLICY) == Decision()
@@ -383,7 +384,8 @@ def test_a_price_that_falls_for_good_is_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gamma", "target", "an_hour"), [(1.0, 4.0, 0.5), (1.1, 4.4, 0.5), (1.1, 3.3, 0.5), (1.1, 4.2, 2.0), (1.1, 10.5, 2.0)]
+    ("gamma", "target", "an_hour"),
+    [(1.0, 4.0, 0.5), (1.1, 4.4, 0.5), (1.1, 3.3, 0.5), (1.1, 4.2, 2.0), (1.1, 10.5, 2.0)],
 )
 def test_noise_of_measurements_does_not_churn(gamma: float, target: float, an_hour: float) -> None:
     """±4 % on every throughput and on the target: the pool finds a size and stays there, or nearly so: where a whole

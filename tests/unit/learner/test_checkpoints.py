@@ -12,6 +12,7 @@ import torch
 
 from app.learner.adaptive import State
 from app.learner.checkpoints import MARKER, Checkpoint, Progress, expected, latest, save, steps_on_disk, weights_of
+from app.learner.files import hash_file
 from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import LearnerError
 from app.protocol.learner import EvalReport, StepReport
@@ -115,8 +116,59 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, name: str, damage: str):
 def test_all_damaged_is_an_error(tmp_path: Path):
     for step in (1, 2):
         (save(tmp_path, checkpoint(step)) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(LearnerError, match="all 2 checkpoints"):
+    for _ in range(2):
+        with pytest.raises(LearnerError, match="all 2 checkpoints"):
+            expected(tmp_path, job_id="j", last_step=0, published_version=None)
+
+
+def test_damaged_ones_take_no_place_of_those_that_come_after(tmp_path: Path):
+    save(tmp_path, checkpoint(4), keep=1)
+    (save(tmp_path, checkpoint(8), keep=2) / "model.safetensors").write_bytes(b"")
+    assert found(tmp_path) == 4
+    save(tmp_path, checkpoint(5), keep=1)
+    assert steps_on_disk(tmp_path) == [5]
+    assert found(tmp_path) == 5
+    assert [p.name for p in tmp_path.iterdir()] == ["000000005"], "what was set aside goes then"
+
+
+def test_one_that_is_written_stays_whatever_is_newer(tmp_path: Path):
+    save(tmp_path, checkpoint(8))
+    save(tmp_path, checkpoint(5), keep=1)
+    assert steps_on_disk(tmp_path) == [8, 5]
+
+
+def step_report(step: int) -> StepReport:
+    return StepReport(step=step, t_train=1.0, t_idle=0.0, reward=0.5, trained=["a"], lags={0: 8})
+
+
+def test_one_of_a_course_that_was_left_is_passed_over(tmp_path: Path):
+    """Another machine's learner went back to 3 meanwhile and got to 5: steps up to 7 are not on record any more."""
+    save(tmp_path, checkpoint(5, steps=[step_report(5)]))
+    save(tmp_path, checkpoint(8, steps=[step_report(8)]))
+    read = expected(tmp_path, job_id="j", last_step=5, published_version=2)
+    assert read is not None
+    assert read.progress.step == 5
+    assert steps_on_disk(tmp_path) == [5]
+
+
+def test_one_whose_last_reports_were_not_acknowledged_is_of_this_course(tmp_path: Path):
+    save(tmp_path, checkpoint(8, steps=[step_report(7), step_report(8)]))
+    read = expected(tmp_path, job_id="j", last_step=6, published_version=2)
+    assert read is not None
+    assert read.progress.step == 8
+
+
+def test_what_a_newer_program_wrote_is_not_taken_for_damaged(tmp_path: Path):
+    save(tmp_path, checkpoint(1))
+    folder = save(tmp_path, checkpoint(2))
+    state = json.loads((folder / "state.json").read_bytes()) | {"format": 5, "more": 1}
+    (folder / "state.json").write_text(json.dumps(state))
+    marker = json.loads((folder / MARKER).read_bytes())
+    marker["state.json"] = {"size": (folder / "state.json").stat().st_size, "blake3": hash_file(folder / "state.json")}
+    (folder / MARKER).write_text(json.dumps(marker))
+    with pytest.raises(LearnerError, match=r"step 2 has format 5, and this learner reads formats up to 4"):
         latest(tmp_path, job_id="j")
+    assert steps_on_disk(tmp_path) == [2, 1]
 
 
 def test_none_where_one_is_expected_is_an_error(tmp_path: Path):
@@ -148,6 +200,39 @@ def test_training_goes_on_bit_by_bit_from_disk(tmp_path: Path):
     resumed = GRPOTrainer(random_model(seed=9), job())
     resumed.restore(TrainerState(read.progress.step, dict(read.weights), dict(read.optimizer)))
     assert [resumed.step(batch(i)).values["loss"] for i in range(3, 6)] == losses[3:]
+
+
+GAC = {"gac": True, "gac_low": 0.05, "gac_high": 0.5, "learning_rate": 1e-4}
+ADAPTIVE = {"staleness": {"max": 6, "adaptive": True}}
+
+
+@pytest.mark.parametrize("spec", [{"learner": GAC}, ADAPTIVE])
+@pytest.mark.parametrize("kill", [1, 2, 3])
+def test_a_run_that_goes_by_the_previous_gradient_goes_on_bit_by_bit(tmp_path: Path, spec: dict, kill: int):
+    groups = [batch(0), batch(0), batch(0), batch(1), batch(0)]
+    whole, values = GRPOTrainer(random_model(), job(**spec)), []
+    for i, made in enumerate(groups):
+        values.append(whole.step(made).values)
+        if i + 1 == kill:
+            state = whole.snapshot()
+            progress = Progress(job_id="j", step=state.steps, skipped=state.skipped)
+            whole_copy = Checkpoint(progress, state.weights, state.optimizer, torch.random.get_rng_state())
+    if "learner" in spec:
+        assert [v.get("gac_skipped") for v in values][:3] == [None, 1.0, 0.0]
+        assert values[2]["gac_removed"] > 0
+    save(tmp_path, whole_copy)
+    read = latest(tmp_path, job_id="j")
+    assert read is not None
+    resumed = GRPOTrainer(random_model(seed=9), job(**spec))
+    resumed.restore(TrainerState(read.progress.step, dict(read.weights), dict(read.optimizer), read.progress.skipped))
+    assert [resumed.step(made).values for made in groups[kill:]] == values[kill:]
+    assert all(torch.equal(t, whole.weights()[name]) for name, t in resumed.weights().items())
+
+
+def test_a_gradient_that_is_only_told_is_not_in_the_checkpoint():
+    trainer = GRPOTrainer(random_model(), job(learner={"grad_cosine": True}))
+    trainer.step(batch(0))
+    assert {key.partition("/")[0] for key in trainer.state().optimizer} == {"exp_avg", "exp_avg_sq", "step"}
 
 
 def test_a_full_disk_is_a_learner_error(tmp_path: Path):

@@ -55,6 +55,20 @@ def test_going_back_takes_out_what_came_after(tmp_path: Path):
     assert [(r["step"], r["loss"]) for r in rows(tmp_path)] == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.75)]
 
 
+def test_an_evaluation_that_is_made_again_is_there_once(tmp_path: Path):
+    """It was not in the checkpoint yet, or it is the last one again."""
+    made = EvalReport(step=3, reward=0.75, prompts=9)
+    for _ in range(2):
+        journal = Journal(tmp_path, resume_step=3)
+        journal.evaluation(made)
+        journal.evaluation(made.model_copy(update={"final": True}))
+    assert [r["step"] for r in rows(tmp_path)] == [3]
+    journal.step(report(4))
+    again = Journal(tmp_path, resume_step=2)
+    again.evaluation(made)
+    assert [r["step"] for r in rows(tmp_path)] == [3], "what came after the checkpoint is gone, and told anew"
+
+
 def test_a_disk_that_refuses_does_not_stop_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     journal = Journal(tmp_path / "gone", resume_step=0)
     journal.step(report(1))

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.learner.buffer import ReplayBuffer
 from app.learner.checkpoints import MARKER, expected, latest, save
-from app.learner.keeper import Keeper, fetch_newer, stored_steps, take_best
-from app.learner.trainer import GRPOTrainer
+from app.learner.keeper import Keeper, fetch_newer, fetch_step, stored_steps, take_best
+from app.learner.outbox import Directives, Outbox
+from app.learner.resume import fetch_checkpoint, resume
+from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import LearnerError, Unavailable
+from app.protocol.learner import StartAnswer
 from app.storage.stores import FolderStore
+from tests.unit.learner.fakes import FakeControl
 from tests.unit.learner.samples import job, random_model
 from tests.unit.learner.test_checkpoints import checkpoint
 
@@ -174,6 +179,47 @@ def test_a_damaged_one_in_the_store_is_passed_over(tmp_path: Path, damage: str):
     assert [p.name for p in new.iterdir()] == ["000000004"]
 
 
+def test_one_of_a_course_that_was_left_is_not_even_fetched(tmp_path: Path):
+    store, root, keeper = setup(tmp_path)
+    for step in (4, 9):
+        keeper.put(step, save(root, checkpoint(step)))
+    new = tmp_path / "new"
+    assert fetch_newer(store, PREFIX, new, last_step=6) == 4
+
+
+def test_one_that_was_put_there_stays_whatever_is_newer(tmp_path: Path):
+    store, root, keeper = setup(tmp_path, keep=1)
+    keeper.put(9, save(root, checkpoint(9)))
+    store.put(f"{PREFIX}9/model.safetensors", b"damaged")
+    keeper.put(6, save(root, checkpoint(6)))
+    assert stored_steps(store, PREFIX) == [9, 6]
+    assert fetch_newer(store, PREFIX, tmp_path / "new") == 6
+
+
+def test_what_is_damaged_here_and_whole_in_the_store_comes_from_there(tmp_path: Path):
+    store, root, keeper = setup(tmp_path)
+    save(root, checkpoint(4))
+    folder = save(root, checkpoint(6))
+    keeper.put(6, folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    trainer = Remembering()
+    control = FakeControl()
+    outbox = Outbox(control, Directives(control.word))  # type: ignore[arg-type]
+    answer = StartAnswer(
+        job_id="j", epoch=2, spec=job(), relay_token="t", last_step=6, published_version=6, model_revision=None
+    )
+    resume(answer, root, trainer, ReplayBuffer(), outbox, lambda: fetch_checkpoint(store, PREFIX, root, 6))
+    assert trainer.steps == 6
+
+
+class Remembering:
+    steps = 0
+
+    def restore(self, state: TrainerState) -> None:
+        self.steps = state.steps
+        assert torch.equal(state.weights["w"], torch.full((3,), float(state.steps)))
+
+
 def test_the_marker_goes_first_when_a_step_is_put_again(tmp_path: Path):
     store, root, keeper = setup(tmp_path)
     keeper.put(6, save(root, checkpoint(6)))
@@ -197,7 +243,29 @@ def test_the_best_weights_are_what_the_job_ends_with(tmp_path: Path):
     assert "is lost" in take_best(trainer, tmp_path, (1, 0.9))
 
 
+def test_what_a_killed_learner_left_half_uploaded_goes(tmp_path: Path):
+    store, root, keeper = setup(tmp_path)
+    for step, name in [(4, "model.safetensors"), (8, "state.json")]:
+        store.put(f"{PREFIX}{step}/{name}", b"half")
+    keeper.put(6, save(root, checkpoint(6)))
+    left = {info.key.removeprefix(PREFIX).partition("/")[0] for info in store.list(PREFIX)}
+    assert left == {"6", "8"}, "a newer one may be on its way"
+
+
+def test_the_best_of_another_machine_comes_from_the_store(tmp_path: Path):
+    store, root, keeper = setup(tmp_path)
+    save(root, checkpoint(2, best_step=2, best_reward=0.5))
+    keeper.put(6, save(root, checkpoint(6, best_step=2, best_reward=0.5)))
+    new = tmp_path / "new"
+    assert fetch_newer(store, PREFIX, new) == 6
+    trainer = Remembering()
+    trainer.steps = 8
+    said = take_best(trainer, new, (2, 0.5), lambda step: fetch_step(store, PREFIX, new, step))
+    assert (trainer.steps, "the final model is v2" in said) == (2, True)
+    assert "is lost" in take_best(trainer, new, (4, 0.9), lambda step: fetch_step(store, PREFIX, new, step))
+
+
 def test_state_json_of_both_formats(tmp_path: Path):
     folder = save(tmp_path, checkpoint(7, best_step=3, best_reward=0.5))
     state = json.loads((folder / "state.json").read_text())
-    assert (state["format"], state["best_step"]) == (3, 3)
+    assert (state["format"], state["best_step"]) == (4, 3)

@@ -16,6 +16,7 @@ from app.learner.position import Position
 from app.learner.publisher import Publisher, Save
 from app.learner.trainer import StepMetrics, TrainerState
 from app.protocol.errors import LearnerError
+from app.protocol.learner import HeldOut
 from tests.unit.learner.fakes import FakeControl, FakeSink
 from tests.unit.learner.samples import group, job
 
@@ -406,6 +407,7 @@ def test_a_version_that_another_replaces_is_not_waited_for(tmp_path: Path):
 
 def test_what_the_fleet_measured_ends_the_job_and_picks_the_best_checkpoint(tmp_path: Path):
     with Rig(tmp_path, stop={"steps": 100, "target_reward": 0.6}, learner={"eval_every": 2}) as rig:
+        rig.trainer.steps = 4
         rig.position.candidates = (2,)
         told(rig, 2, 0.5)
         rig.feed(2, version=3)
@@ -421,6 +423,100 @@ def test_what_the_fleet_measured_ends_the_job_and_picks_the_best_checkpoint(tmp_
     assert ending.kind == "succeeded"
     assert "0.700 reached 0.6" in ending.reason
     assert rig.position.best == (2, 0.5), "v4 was not this learner's candidate: there is no checkpoint of it"
+
+
+def both_told(rig: Rig, *results: tuple[int, float]) -> None:
+    """Several evaluations have ended since the last answer; the pair of old is of the newest."""
+    step, reward = results[-1]
+    rig.control.word = rig.control.word.model_copy(
+        update={
+            "evaluated_step": step,
+            "evaluated_reward": reward,
+            "evaluations": [HeldOut(step=s, reward=r) for s, r in reversed(results)],
+        }
+    )
+    rig.directives.update(rig.control.word)
+
+
+@pytest.mark.parametrize(("first", "second", "best"), [(0.7, 0.5, 2), (0.5, 0.7, 4), (0.5, 0.5, 2)])
+def test_of_two_results_within_a_step_both_count(tmp_path: Path, first: float, second: float, best: int):
+    position = Position(evaluated=4, published=4, last_publish=4, candidates=(2, 4))
+    with Rig(tmp_path, stop={"steps": 5}, learner={"eval_every": 2}, position=position) as rig:
+        rig.trainer.steps = 4
+        step = rig.trainer.step
+
+        def during(groups) -> StepMetrics:
+            both_told(rig, (2, first), (4, second))
+            return step(groups)
+
+        rig.trainer.step = during
+        rig.feed(2, version=4)
+        rig.run()
+        kept = rig.loop.checkpoint().progress
+    assert (kept.best_step, kept.best_reward, kept.candidates) == (best, max(first, second), ())
+
+
+def test_the_older_of_two_results_ends_the_job_too(tmp_path: Path):
+    position = Position(evaluated=4, published=4, last_publish=4, candidates=(2, 4))
+    stop = {"steps": 9, "target_reward": 0.6}
+    with Rig(tmp_path, stop=stop, learner={"eval_every": 2}, position=position) as rig:
+        rig.trainer.steps = 4
+        both_told(rig, (2, 0.65), (4, 0.4))
+        ending = rig.run()
+    assert "0.650 reached 0.6" in ending.reason
+
+
+def test_a_result_of_a_version_that_is_still_to_be_made_again_waits(tmp_path: Path):
+    position = Position(evaluated=2, published=8, last_publish=2, candidates=(2,))
+    stop = {"steps": 100, "target_reward": 0.6}
+    with Rig(tmp_path, stop=stop, learner={"eval_every": 2}, position=position) as rig:
+        rig.trainer.steps = 2
+        both_told(rig, (8, 0.7))
+        rig.feed(12, version=8)
+        ending = rig.run()
+    assert rig.trainer.steps == 8, "the weights that reached it"
+    assert "0.700 reached 0.6" in ending.reason
+
+
+def test_a_pause_while_an_exams_version_waits_loses_neither_checkpoint(tmp_path: Path):
+    with Rig(tmp_path, stop={"steps": 5}, learner={"eval_every": 4}) as rig:
+        rig.sink.gate.clear()  # v0 takes long, so that v4, which is to be evaluated, waits
+        rig.publisher.submit(Save(0, {}, None))
+        assert rig.sink.entered.wait(20)
+        rig.feed(10, version=4)
+        rig.loop.run()
+        assert (rig.publisher.waiting, rig.trainer.steps) == (4, 5)
+        rig.publisher.submit(Save(None, {}, rig.loop.checkpoint()))  # what a pause does
+        rig.sink.gate.set()
+        rig.publisher.flush(20)
+    assert rig.sink.published == [0, 4]
+    assert [c.progress.step for c in rig.saved] == [4, 5]
+    assert float(rig.saved[0].weights["w"]) == float(rig.sink.weights[4]["w"]) == 4.0
+    assert rig.saved[1].progress.candidates == (4,), "so that v4's stays"
+
+
+def test_a_version_that_begins_in_this_moment_is_still_evaluated(tmp_path: Path):
+    """v4 waits and is taken up just after the loop has looked: it is published, and v6 is no exam then."""
+    with Rig(tmp_path, stop={"steps": 6}, learner={"eval_every": 4}) as rig:
+        rig.sink.gate.clear()
+        rig.publisher.submit(Save(0, {}, None))
+        assert rig.sink.entered.wait(20)
+        withdraw = rig.publisher.withdraw
+        calls: list[int | None] = []
+
+        def late() -> int | None:
+            if rig.trainer.steps == 6:
+                rig.sink.gate.set()
+                rig.publisher.flush(20)
+            calls.append(withdraw())
+            return calls[-1]
+
+        rig.publisher.withdraw = late  # type: ignore[method-assign]
+        rig.feed(12, version=5)
+        rig.run()
+    assert rig.sink.published == [0, 4, 6]
+    assert calls == [2, None]
+    assert rig.position.candidates == (4,), "the fleet evaluates v4, and v6 only if another multiple was passed"
 
 
 def test_an_exam_that_is_overtaken_can_still_be_the_best(tmp_path: Path):
@@ -462,3 +558,22 @@ def test_only_the_newest_candidates_wait_for_a_result():
     assert (position.evaluated, position.candidates) == (8, (4, 6, 8))
     position.heard(6, 0.5)
     assert (position.best, position.candidates) == ((6, 0.5), (8,))
+
+
+@pytest.mark.parametrize(
+    ("candidates", "evaluated", "told", "due", "found", "news"),
+    [
+        ((4,), 4, 2, False, (5,), True),  # v4 never came out: the fleet will evaluate v5
+        ((2, 4), 4, 2, False, (2, 5), True),
+        ((5,), 5, 2, False, (5,), False),
+        ((2,), 2, 2, False, (2,), False),
+        ((), 0, 4, True, (5,), True),  # the checkpoint is not of a version, and the multiple was passed since
+    ],
+)
+def test_a_resumed_learners_first_version_takes_the_place_of_an_exam_that_never_came_out(
+    candidates, evaluated, told, due, found, news
+):
+    position = Position(evaluated=evaluated, candidates=candidates)
+    assert position.published_first(5, told=told, due=due) is news
+    assert position.candidates == found
+    assert position.evaluated == (5 if 5 in found else evaluated)

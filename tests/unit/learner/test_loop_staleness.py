@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from app.learner.adaptive import State
 from app.learner.buffer import ReplayBuffer
 from app.learner.checkpoints import save
 from app.learner.outbox import Directives
@@ -41,6 +42,36 @@ def test_a_bad_step_asks_for_a_lower_s_in_its_own_report(tmp_path: Path):
     assert (first.staleness.staleness_budget, first.staleness.publish_period) == (1, 1)
     assert "ESS 0.200 is below 0.5" in first.staleness.reason
     assert second.staleness is None
+
+
+def test_a_step_is_made_again_under_the_greater_s_that_it_was_made_under(tmp_path: Path):
+    """Step 11 asked for S = 4, and step 12 had it. Made again, it must not come before the answer to step 11."""
+    spec = {"staleness": {"max": 6, "adaptive": True}, "stop": {"steps": 12}}
+    position = Position(evaluated=10, published=10, last_publish=10, adaptive=State(3, calm=9))
+    with Rig(tmp_path, position=position, **spec) as rig:
+        rig.trainer.steps = 10
+        answering(rig, CALM)
+        rig.buffer.plan({11: ["w0", "w1"], 12: ["w3", "w2"]})
+        rig.feed(2, version=10)
+        rig.feed(2, version=7)
+        answered = rig.control.step
+
+        def adopt(body):
+            if body.staleness is not None:
+                rig.control.word = rig.control.word.model_copy(
+                    update={"staleness_budget": body.staleness.staleness_budget}
+                )
+            return answered(body)
+
+        rig.control.step = adopt  # type: ignore[method-assign]
+        rig.control.gate.clear()
+        opening = threading.Timer(0.5, rig.control.gate.set)
+        opening.start()
+        rig.run()
+        opening.join(5)
+    assert rig.trainer.seen == [["w0", "w1"], ["w3", "w2"]]
+    assert rig.control.steps[0].staleness.staleness_budget == 4
+    assert rig.control.steps[1].lags == {4: 8}
 
 
 def test_a_lower_s_holds_for_the_next_batch_whenever_it_is_answered(tmp_path: Path):

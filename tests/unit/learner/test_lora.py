@@ -9,10 +9,12 @@ import torch
 from peft import PeftModel
 
 from app.learner.lora import adapter_weights, add_adapter, merge, save_adapter
-from app.learner.model import trained_weights, unique_weights
+from app.learner.model import LoadedModel, trained_weights, unique_weights
+from app.learner.prepare import asset_files
 from app.learner.trainer import GRPOTrainer
 from app.protocol.errors import BadInput
 from app.protocol.learner_spec import LearnerSpec, LoraSpec
+from app.snapshots.manifest import ADAPTER_ASSET, AssetEntry, kind_of
 from tests.unit.learner.samples import batch, job, random_model
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -68,6 +70,22 @@ def test_peft_opens_the_folder_and_merging_gives_the_same_model(tmp_path: Path):
     whole = random_model()
     merge(whole, config, adapter_weights(model))
     torch.testing.assert_close(logits(whole), logits(model), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [None, b'{"r": 2}'])
+def test_a_file_of_that_name_in_the_models_folder_makes_no_adapter(tmp_path: Path, config: bytes | None):
+    folder, work = tmp_path / "model", tmp_path / "work"
+    for path in (folder, work):
+        path.mkdir()
+    for name in ("config.json", ADAPTER_ASSET, "model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    files = asset_files(LoadedModel(None, None, folder, config), work)
+    whole = config is None
+    wanted = [folder / "config.json", *([] if whole else [folder / "model.safetensors", work / ADAPTER_ASSET])]
+    assert files == wanted
+    entries = [AssetEntry(path=path.name, size=path.stat().st_size, blake3="0" * 64) for path in files]
+    assert kind_of(entries) == ("full" if whole else "adapter")
+    assert whole or files[-1].read_bytes() == config
 
 
 def test_all_linear_is_every_linear_layer_but_the_last():

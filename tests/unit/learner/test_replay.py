@@ -64,6 +64,25 @@ def test_a_plan_that_can_not_be_kept_is_given_up_whole(how: str):
     assert "z" not in first
 
 
+def test_what_a_later_step_was_made_from_does_not_grow_stale_before_it():
+    """S was 4 when step 9 was made, and 3 before that: all groups come at once when the steps are made again."""
+    buffer = filled(a=7, b=4, x=4)
+    buffer.plan({8: ["a"], 9: ["b"]})
+    taken, dropped = buffer.take(7, 3, 1)
+    assert (names((taken, [])), dropped) == (["a"], [])
+    assert [d.work_item for d in buffer.evict(8, 3)] == ["x"]
+    assert names(buffer.take(8, 4, 1)) == ["b"]
+
+
+def test_a_plan_whose_group_is_over_the_budget_drops_it_when_its_step_comes():
+    buffer = filled(a=7, b=4, c=7)
+    buffer.plan({8: ["a"], 9: ["b"]})
+    buffer.take(7, 3, 1)
+    taken, dropped = buffer.take(8, 3, 1)
+    assert [g.work_item for g in taken] == ["c"]
+    assert [(d.work_item, d.reason) for d in dropped] == [("b", "stale")]
+
+
 def test_a_shorter_batch_is_made_again_as_short():
     buffer = filled(a=0, b=0, c=0)
     buffer.plan({1: ["c"]})

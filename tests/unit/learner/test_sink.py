@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 from app.learner.sink import RelaySink
 from app.protocol.errors import Unavailable
 from app.protocol.job import SnapshotSpec
+from app.protocol.learner import AssetInfo
+from app.snapshots.codec import decode
+from app.snapshots.manifest import verify
+from app.snapshots.store import SnapshotStore
 from tests.integration.snapshots.helpers import MemoryObjects
 
 torch.set_num_threads(1)
@@ -24,11 +29,39 @@ class Flaky(MemoryObjects):
         super().put(key, data)
 
 
-def sink(root: Path, objects: MemoryObjects, **spec: object) -> RelaySink:
+def sink(root: Path, objects: MemoryObjects, assets: Sequence[AssetInfo] = (), **spec: object) -> RelaySink:
     return RelaySink(
-        root, job_id="j", relay_token="t", host="127.0.0.1", uplink_bytes_per_s=None, objects=objects, assets=[],
+        root, job_id="j", relay_token="t", host="127.0.0.1", uplink_bytes_per_s=None, objects=objects, assets=assets,
         snapshots=SnapshotSpec.model_validate(spec),
     )  # fmt: skip
+
+
+ADAPTER = AssetInfo(path="adapter.json", size=2, blake3="0" * 64)
+
+
+def test_versions_of_a_job_with_an_adapter_are_of_that_kind_whole_and_as_deltas(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    learner, seen = sink(tmp_path / "learner", objects, assets=[ADAPTER]), []
+    for version in range(2):
+        learner.publish(version, weights(version))
+        learner.upload(version)
+    again = sink(tmp_path / "learner", objects, assets=[ADAPTER])
+    assert again.newest == 1, "it opens them again"
+    node = SnapshotStore(tmp_path / "node", job_id="j", public_key=learner.public_key)
+    for name in ("0/manifest.json", "1/manifest.json", "1/delta/version.json"):
+        document = objects.objects.get(f"jobs/j/snapshots/{name}")
+        if document is not None:
+            seen.append((name, verify(document, public_key=learner.public_key, job_id="j").kind))
+    assert seen == [("0/manifest.json", "adapter"), ("1/delta/version.json", "adapter")]
+    incoming = node.begin(objects.objects["jobs/j/snapshots/0/manifest.json"])
+    incoming.write_leaf(0, objects.objects["jobs/j/snapshots/0/chunks/0"])
+    assert incoming.complete().manifest.kind == "adapter"
+    delta = objects.objects["jobs/j/snapshots/1/delta/manifest.json"]
+    arriving = node.begin_delta(delta, objects.objects["jobs/j/snapshots/1/delta/version.json"])
+    arriving.write_leaf(0, objects.objects["jobs/j/snapshots/1/delta/chunks/0"])
+    made = arriving.complete()
+    assert made.manifest.kind == "adapter"
+    assert torch.equal(decode(made.payload_path)["w"].float(), weights(1)["w"])
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:

@@ -108,6 +108,45 @@ def test_an_inconsistent_manifest_does_not_exist(changes: dict[str, Any]) -> Non
         manifest(**changes)
 
 
+ADAPTER = {"path": "adapter.json", "size": 2, "blake3": "0" * 64}
+
+
+def signed(text: str) -> bytes:
+    return json.dumps(
+        {"manifest": text, "signature": KEY.sign(b"echo2 snapshot manifest\n" + text.encode()).hex()}
+    ).encode()
+
+
+def test_an_adapter_says_so_and_the_signature_covers_it() -> None:
+    original = manifest(kind="adapter", assets=[ADAPTER])
+    document = sign(original, KEY)
+    found = verify(document, public_key=public_hex(KEY), job_id="j1")
+    assert (found, found.kind, found.whole) == (original, "adapter", True)
+    changed = document.replace(b'\\"kind\\":\\"adapter\\"', b'\\"kind\\":\\"full\\"')
+    assert changed != document
+    with pytest.raises(IntegrityError, match="signature"):
+        verify(changed, public_key=public_hex(KEY), job_id="j1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "assets", "says"),
+    [
+        ("adapter", [], "an adapter has adapter.json among its assets"),
+        ("adapter", [{**ADAPTER, "path": "config.json"}], "an adapter has adapter.json among its assets"),
+        ("full", [ADAPTER], "then the kind is adapter, and not full"),  # as versions of adapters were written before
+    ],
+)
+def test_a_kind_that_its_assets_contradict_is_refused_even_when_signed(kind: str, assets: list, says: str) -> None:
+    text = manifest().model_dump(mode="json") | {"kind": kind, "assets": assets}
+    with pytest.raises(IntegrityError, match=says):
+        verify(signed(json.dumps(text)), public_key=public_hex(KEY), job_id="j1")
+
+
+def test_an_adapter_has_no_base() -> None:
+    with pytest.raises(ValidationError, match="a whole version has no base"):
+        manifest(kind="adapter", assets=[ADAPTER], base=2)
+
+
 def test_the_key_is_kept_and_only_for_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "key"
     first = load_or_create_key(path)
