@@ -48,24 +48,26 @@ def against(runs: Sequence[dict[str, Any]], same: Sequence[dict[str, Any]]) -> s
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Held-out reward against S, a line a loss, a panel a schedule; points are seeds."""
+    """Held-out reward against S, a line a loss, a panel a schedule; large points are means, small ones seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     schedules = sorted({r["schedule"] for r in runs})
-    figure, panels = pyplot.subplots(1, len(schedules), squeeze=False, sharey=True, figsize=(5 * len(schedules), 4))
+    figure, panels = pyplot.subplots(
+        1, len(schedules), squeeze=False, sharex=True, sharey=True, figsize=(5 * len(schedules), 4)
+    )
     for panel, schedule in zip(panels[0], schedules, strict=True):
         shown = [c for c in cells(runs) if c[0] == schedule]
         for loss in sorted({c[1] for c in shown}):
             points = [(s, [r["heldout"] for r in same]) for _, name, s, same in shown if name == loss]
-            (line,) = panel.plot([s for s, _ in points], [statistics.fmean(v) for _, v in points], label=loss)
+            (line,) = panel.plot([s for s, _ in points], [statistics.fmean(v) for _, v in points], "o-", label=loss)
             scattered = [(s, value) for s, values in points for value in values]
             panel.plot(*zip(*scattered, strict=True), ".", color=line.get_color())
         panel.axhline(statistics.fmean(r["start"] for r in runs), color="grey", linestyle=":", label="start")
         panel.set(title=schedule, xlabel="S", ylabel="held-out reward")
-        panel.legend()
+        panel.legend(loc="lower left" if schedule == "adaptive" else "best", fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
