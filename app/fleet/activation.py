@@ -60,6 +60,9 @@ class Policy:
     that is kept for the last percent is dear. If it was needed after all, that costs one start-up in that time."""
     calm_lives: float = 15.0
     """Times `min_life_s`."""
+    lasting: float = 0.0
+    """The target in the fastest stretch of late, rollouts per second: a surplus beside what a slow one asks for is
+    none."""
     min_life_s: float = 120.0
     """No lease is given back for price or surplus before that."""
     settle_lives: float = 60.0
@@ -204,6 +207,7 @@ def _surplus(running: Sequence[Running], planned: float, target: float, policy: 
     """The dearest machine that the pool can do without: what works without it must be enough, not what still boots."""
     old = [r for r in running if r.ready and r.age_s >= policy.min_life_s]
     working = sum(r.candidate.mu for r in running if r.ready)
+    target = max(target, policy.lasting)
     rents = policy.rent_below * target
     floor, most = max(target, policy.keep * rents), policy.surplus * rents
     youngest = min((r.age_s for r in running), default=0.0)

@@ -182,6 +182,7 @@ class Controller:
             min_life_s=self.core.settings.min_lease_seconds,
             switch_s=view.setup_s,
             life_h=1.0,
+            lasting=seen.job.capacity["mu_lasting"],
         )
         decision = activation.decide(running, market, target, slots, policy)
         return Weighed(running, wanted, decision, slots, most, target, policy)

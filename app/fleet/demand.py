@@ -38,11 +38,14 @@ class Demand:
         )
         active = [n for n in seen.nodes.values() if n.state == NodeState.ACTIVE]
         was_feasible = job.capacity.get("feasible")
-        aim = await self._steer(session, job, spec, need.mu_target)
+        steps = await self._steps(session, job)
+        aim = self._steer(session, job, spec, need.mu_target, steps)
+        fastest = estimates.fastest_step([s.t_train for s in reversed(steps)]) if steps else 0.0
         job.capacity = {
             **need.as_dict(),
             "mu_pool": sum(n.mu_measured or 0.0 for n in active),
             "mu_steered": aim.target,
+            "mu_lasting": aim.target * max(1.0, (job.t_train or 1.0) / fastest) if fastest > 0 else aim.target,
             "mu_knee": aim.knee,
             "steering": aim.why,
             "steering_state": [aim.factor, aim.since_step, aim.near],
@@ -63,14 +66,18 @@ class Demand:
             )
         return aim.target
 
-    async def _steer(self, session: AsyncSession, job: Job, spec: JobSpec, eq2: float) -> steering.Aim:
-        """The aim by what the newest steps showed; a move of it, or of κ, is an event."""
-        factor, since, *near = job.capacity.get("steering_state", [None, 0])
+    async def _steps(self, session: AsyncSession, job: Job) -> list[steering.Seen]:
         query = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(steering.LONGEST_WINDOW)
-        steps = [
+        return [
             steering.Seen(s.step, s.t_train, s.t_idle, s.rollouts, s.dropped, s.mu_pool)
             for s in reversed(list(await session.scalars(query)))
         ]
+
+    def _steer(
+        self, session: AsyncSession, job: Job, spec: JobSpec, eq2: float, steps: list[steering.Seen]
+    ) -> steering.Aim:
+        """The aim by what the newest steps showed; a move of it, or of κ, is an event."""
+        factor, since, *near = job.capacity.get("steering_state", [None, 0])
         aim = steering.steer(
             (factor, since, bool(near and near[0])),
             eq2=eq2,

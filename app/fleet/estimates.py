@@ -158,6 +158,15 @@ def usual_step(times: Sequence[float]) -> float:
     return statistics.fmean(found)
 
 
+def fastest_step(times: Sequence[float]) -> float:
+    """The usual step in the fastest stretch of these steps, newest first, at least one; seconds.
+
+    How fast a learner gets again that was slow for a while: a machine is not given back for a hiccup.
+    """
+    parts = [times[i : i + USUAL_STEPS] for i in range(0, len(times), USUAL_STEPS)]
+    return min(usual_step(part) for part in [p for p in parts if len(p) == USUAL_STEPS] or [times])
+
+
 def broadcast_time(size: int, nodes: int, uplink_mbps: float, node_mbps: float, hop_s: float = 0.05) -> float:
     """Seconds until the last of `nodes` has `size` bytes through N_ch ≈ ⌊B_0/B_w⌋ chains (docs/broadcast.md).
 

@@ -68,6 +68,8 @@ def test_the_dead_band() -> None:
     assert len(decide(calm, [], 1.05, 8, reserve).release) == 1, "1.05 is less than the target's reserve, but enough"
     assert decide([*calm[:3], lease("new", 100, 0.35, age=1700.0)], [], 1.05, 8, reserve) == Decision()
     assert decide([*calm[:3], lease("few", 100, 0.15, age=1800.0)], [], 1.1, 8, reserve) == Decision(), "1.2 is near"
+    hiccup = Policy(rent_below=1 / 1.1, lasting=1.25)
+    assert decide(calm, [], 1.05, 8, hiccup) == Decision(), "the learner was faster a moment ago"
     settled = [lease("a", 100, 1.0), lease("b", 100, 1.0)]
     assert len(decide(settled, [], 1.0, 8, POLICY).release) == 1, "but twice the target is not paid for for ever"
 

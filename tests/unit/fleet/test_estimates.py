@@ -14,6 +14,7 @@ from app.fleet.estimates import (
     Workload,
     broadcast_time,
     estimate,
+    fastest_step,
     find_gpu,
     gpu_table,
     prior,
@@ -47,6 +48,13 @@ def test_h100_is_faster_than_4090_and_4090_than_t4() -> None:
     rates = [prior(name, 1, LOAD).mu for name in order]
     assert rates == sorted(rates, reverse=True)
     assert {prior(name, 1, LOAD).source for name in order} == {"roofline"}
+
+
+def test_the_fastest_stretch_outlasts_a_slow_one_but_not_a_single_step() -> None:
+    slow, fast = [1.5] * 12, [1.0] * 18
+    assert fastest_step(slow + fast) == pytest.approx(1.0)
+    assert fastest_step([1.5] * 12 + [0.2] + [1.5] * 12) == pytest.approx(1.5)
+    assert fastest_step([2.0, 3.0]) == pytest.approx(2.5), "there are no more yet"
 
 
 @given(load=LOADS, bandwidth=st.floats(10, 1e4), tflops=st.floats(1, 5000), more=st.floats(1, 10))
