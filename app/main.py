@@ -5,6 +5,7 @@ Invariant: every part gets its collaborators here and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -63,6 +64,7 @@ from app.storage.database import Database
 from app.storage.models import ApiKey
 from app.storage.stores import open_store
 from app.tasks.files import TaskIntake
+from app.tasks.registry import preload
 from providers.base import Provider
 from providers.ec2.events import notice as ec2_event
 
@@ -190,6 +192,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if loop:
+            # Before anybody is answered and anything ticks: whoever waits for the first job's post would pay for it.
+            await asyncio.to_thread(preload)
             await svc.core.db.claim()
         await svc.core.db.migrate()
         await ensure_admin_key(svc, announce)

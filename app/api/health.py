@@ -21,7 +21,7 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz")
 async def readyz(svc: ServicesDep) -> Response:
-    """The database answers and the loop turns; 503 with what does not."""
+    """The database and the object store answer, and the loop turns; 503 with what does not."""
     trouble = {}
     try:
         async with svc.core.db.connection() as connection:
@@ -31,6 +31,9 @@ async def readyz(svc: ServicesDep) -> Response:
     quiet = svc.core.clock() - max(svc.loop.last_round_at, svc.core.started_at)
     if quiet > max(60.0, 5 * svc.core.settings.tick_seconds):
         trouble["loop"] = f"no round for {quiet:.0f} s"
+    away = svc.core.store.away
+    if away is not None and away.lasts(svc.core.clock()):
+        trouble["object_store"] = away.why
     if trouble:
         return JSONResponse({"status": "unready", "trouble": trouble}, 503)
     return JSONResponse({"status": "ready"})

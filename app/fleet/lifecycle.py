@@ -11,8 +11,8 @@ import logging
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import budget, money
-from app.fleet.attached import AWAY, AWAY_S, WAITS, Presence, is_attached, presence, waiting
+from app.fleet import budget, money, storewatch
+from app.fleet.attached import AWAY, AWAY_S, LOADS, WAITS, Presence, is_attached, presence, waiting
 from app.fleet.books import Books, books
 from app.fleet.core import Core
 from app.fleet.nodes import Nodes
@@ -108,7 +108,8 @@ class Lifecycle:
 
     def _learner(self, session: AsyncSession, job: Job) -> bool:
         """Whether a learner has to be started. A job whose learner keeps dying fails."""
-        if is_attached(job) and not job.learner_done:
+        stored = self._stored(session, job)
+        if stored and is_attached(job) and not job.learner_done:
             self._await(session, job)
         if job.learner_done or self._alive(job):
             started = job.learner_started_at
@@ -116,7 +117,7 @@ class Lifecycle:
             if job.ready_at is None and late:
                 self.end(session, job, JobStatus.FAILED, f"the learner was not ready within {READY_TIMEOUT_S:.0f} s")
             return False
-        if is_attached(job):
+        if is_attached(job) or not stored:
             return False
         if self.supervisor.exhausted(job):
             tail = self.supervisor.log_tail(job.id)
@@ -130,6 +131,25 @@ class Lifecycle:
             )
         job.learner_starts += 1
         return True
+
+    def _stored(self, session: AsyncSession, job: Job) -> bool:
+        """Whether a job has its object store, or does not depend on it now: one without machines waits for it, and says
+        so; with machines, a learner that can't get on must fail in the end, for they cost."""
+        if job.status != JobStatus.PENDING:
+            return True
+        away, waited = self.core.store.away, job.status_reason.startswith(storewatch.WAITS)
+        if away is None:
+            if waited:
+                job.status_reason, job.status_since = LOADS, self.core.clock()
+                self.core.emit(session, job.id, "store_back", "the object store can be used again")
+            return True
+        reason = f"{storewatch.WAITS}: {away.why}"
+        if not waited:
+            job.status_since = self.core.clock()
+        if job.status_reason != reason:
+            job.status_reason = reason
+            self.core.emit(session, job.id, "store_away", f"the job {reason}")
+        return False
 
     def _alive(self, job: Job) -> bool:
         return self._presence(job) is Presence.HERE if is_attached(job) else self.supervisor.alive(job)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,12 @@ SILENCE_EACH_S = 2.0
 KEEP_IDS_S = 24 * 3600.0
 KEEP_PRICES_S = 3600.0
 """A price counts until its provider's offers are read anew."""
+GARBAGE_EACH_S = 600.0
+WATCHED = ("tick", "release")
+GRACE_S = 2.0
+"""So long a round has to end by itself when the service does."""
+CUT_S = 6.0
+"""So long the end waits for what it has cut off then: a part of a round has 5 s to let go."""
 PATIENCE_S = 10.0
 """So long a round waits for the providers' lists: one that is slow keeps nobody from acting on the others'."""
 
@@ -76,33 +83,62 @@ class Loop:
         self._one = asyncio.Lock()
         self._scheduler = AsyncIOScheduler(timezone="UTC")
         self._watchers: list[asyncio.Task[None]] = []
+        self._beats: set[asyncio.Task[Any]] = set()
+        """What the scheduler began and has not ended."""
+        self._billing: asyncio.Task[None] | None = None
+        self._stopping = False
 
     async def start(self) -> None:
         """Reconcile with every provider, then begin to tick."""
         await self.round()
         seconds = self.core.settings.tick_seconds
         options = {"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
-        self._scheduler.add_job(self.round, "interval", seconds=seconds, id="round", **options)
-        self._scheduler.add_job(self.listen_for_silence, "interval", seconds=SILENCE_EACH_S, id="silence", **options)
-        self._scheduler.add_job(self._collect_garbage, "interval", minutes=10, id="garbage", **options)
+        for name, work, each_s in (
+            ("round", self.round, seconds),
+            ("silence", self.listen_for_silence, SILENCE_EACH_S),
+            ("garbage", self._collect_garbage, GARBAGE_EACH_S),
+        ):
+            self._scheduler.add_job(self._beat, "interval", (name, work), seconds=each_s, id=name, **options)
         self._scheduler.start()
         self._watchers = [
-            asyncio.create_task(self._watch("tick", self.round)),
-            asyncio.create_task(self._watch("release", self._releases)),
+            asyncio.create_task(self._watch(name, work))
+            for name, work in zip(WATCHED, (self.round, self._releases), strict=True)
         ]
 
     async def stop(self) -> None:
-        """Stop ticking; calls to providers that are under way are waited for."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        """Stop ticking. Calls that change something at a provider are waited for; what only reads is cut off."""
+        self._stopping = True
+        if self._scheduler.running:
+            self._scheduler.pause()
+        for name in WATCHED:
+            self.core.signals.notify(name)
+        self._cut_lists()
+        # A statement of the database that is cut off leaves a connection that complains; given a moment it is done.
+        await _end([*self._watchers, *self._beats, *([] if self._billing is None else [self._billing])])
         if self._scheduler.running:
             self._scheduler.shutdown(wait=False)
+        await self.core.store.stop()
+        self._cut_lists()  # one may have begun after all
         async with self._one:
             await self.leases.drain_tasks()
 
+    def _cut_lists(self) -> None:
+        for name, task in self._listing.items():
+            if name in self.reconciler.listing:
+                task.cancel()
+
+    async def _beat(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What the scheduler calls. It logs whatever it cancels at its end as a failure, so that `stop` ends this
+        before, and to the scheduler it has ended well."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._beats.add(task)
+        task.add_done_callback(self._beats.discard)
+        with suppress(asyncio.CancelledError):
+            await self._guarded(name, work())
+
     async def _watch(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        while True:
+        while not self._stopping:
             news = self.core.signals.subscribe(name)
             if await self.core.signals.wait(news, 60.0):
                 await self._guarded(f"what {name} asked for", work())
@@ -112,6 +148,7 @@ class Loop:
         async with self._one:
             if not await self._alone():
                 return  # after a while of this /readyz says that no round comes
+            await self._guarded("object store", self.core.store.look())
             await self._guarded("reconcile", self._reconcile())
             await self._guarded("strays", self.strays.look())
             await self._guarded("balances", self.accounts.check())
@@ -122,7 +159,8 @@ class Loop:
             await self._guarded("releases", self.leases.perform_releases())
             await self._guarded("ledger", self._accrue())
             # A bill may have many pages; nothing waits for it.
-            self.leases.spawn(self._guarded("bills", self.bills.run()))
+            if self._billing is None or self._billing.done():
+                self._billing = self.leases.spawn(self._guarded("bills", self.bills.run()))
             self.last_round_at = self.core.clock()
 
     async def listen_for_silence(self) -> None:
@@ -156,7 +194,11 @@ class Loop:
         return True
 
     async def _guarded(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        """One part that fails, however it fails, must not keep the others, and other jobs, from their turn."""
+        """One part that fails, however it fails, must not keep the others, and other jobs, from their turn. At the end
+        of the service nothing is begun any more."""
+        if self._stopping:
+            work.close()
+            return
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task})
@@ -234,3 +276,14 @@ class Loop:
         await self._guarded("removal of what jobs left behind", partials.collect(self.core))
         await self._guarded("removal of old rollouts", self.litter.collect())
         await self._guarded("removal of held-out answers", heldout.sweep(self.core))
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Wait until they have ended; what has not within a moment is cancelled."""
+    left = set(tasks)
+    if left:
+        _, left = await asyncio.wait(left, timeout=GRACE_S)
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=CUT_S)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+CHECK_KEY = "echo2-check"
+"""What `check` writes and reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -30,6 +33,11 @@ class PresignedPut:
 
 class ObjectStore(Protocol):
     """What the service needs of a store. Missing keys raise NotFound."""
+
+    def check(self) -> None:
+        """Write, or read again, a small object. Raises Forbidden or Unavailable whose text names the setting to look
+        at; within seconds."""
+        ...
 
     def put(self, key: str, data: bytes) -> None:
         """Store bytes, replacing what was there."""

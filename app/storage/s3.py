@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from app.protocol.errors import BadInput, EchoError, Forbidden, NotFound, Unavailable
-from app.storage.objects import ObjectInfo, PresignedPut, validate_key
+from app.storage.objects import CHECK_KEY, ObjectInfo, PresignedPut, validate_key
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
 MAX_ATTEMPTS = 5
+CHECK_TIMEOUT_S = 3
+"""To connect, and to be answered, in a check: it says how things stand now and tries nothing again."""
 MAX_EXPIRES_S = 7 * 24 * 3600
 """S3's own limit on a presigned URL."""
 
@@ -66,10 +68,43 @@ class S3Store:
     def __init__(self, bucket: str, prefix: str = "", *, endpoint_url: str | None = None) -> None:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
+        self._endpoint_url = endpoint_url
         self._client = _client(endpoint_url)
+        self._checker: S3Client | None = None
+        self._written = False
+        """Whether the last check went well: then the next one only reads."""
 
     def __repr__(self) -> str:
         return f"S3Store(s3://{self._bucket}/{self._prefix})"
+
+    def check(self) -> None:
+        """As the protocol says. One at a time."""
+        written, self._written = self._written, False
+        try:
+            if not (written and self._check_is_there()):
+                with _mapped(self._bucket, CHECK_KEY):
+                    self._quick.put_object(Bucket=self._bucket, Key=self._full(CHECK_KEY), Body=b"")
+        except Forbidden as error:
+            raise Forbidden(f"AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY: {error.detail}") from error
+        except Unavailable as error:
+            names = "ECHO2_OBJECT_STORE_URL" + (", ECHO2_S3_ENDPOINT_URL" if self._endpoint_url else "")
+            raise Unavailable(f"{names}: {error.detail}") from error
+        self._written = True
+
+    @property
+    def _quick(self) -> S3Client:
+        if self._checker is None:
+            self._checker = _client(self._endpoint_url, connect_s=CHECK_TIMEOUT_S, read_s=CHECK_TIMEOUT_S, attempts=1)
+        return self._checker
+
+    def _check_is_there(self) -> bool:
+        try:
+            with _mapped(self._bucket, CHECK_KEY):
+                answer = self._quick.get_object(Bucket=self._bucket, Key=self._full(CHECK_KEY))
+                answer["Body"].close()
+        except NotFound:
+            return False
+        return True
 
     def put(self, key: str, data: bytes) -> None:
         """Store bytes in one request. Raises Unavailable, Forbidden."""
@@ -143,7 +178,13 @@ class S3Store:
         return self._prefix + validate_key(key)
 
 
-def _client(endpoint_url: str | None) -> S3Client:
+def _client(
+    endpoint_url: str | None,
+    *,
+    connect_s: float = CONNECT_TIMEOUT_S,
+    read_s: float = READ_TIMEOUT_S,
+    attempts: int = MAX_ATTEMPTS,
+) -> S3Client:
     try:
         import boto3
         from botocore.config import Config
@@ -151,9 +192,9 @@ def _client(endpoint_url: str | None) -> S3Client:
     except ImportError as error:
         raise BadInput("an s3:// object store needs boto3: pip install 'echo2[control]'") from error
     config = Config(
-        connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=READ_TIMEOUT_S,
-        retries={"total_max_attempts": MAX_ATTEMPTS, "mode": "standard"},
+        connect_timeout=connect_s,
+        read_timeout=read_s,
+        retries={"total_max_attempts": attempts, "mode": "standard"},
         signature_version="s3v4",
         s3={"addressing_style": "path" if endpoint_url else "auto"},
         # Many S3-compatible services don't know AWS's newer trailing checksums.

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from app.protocol.errors import BadInput, Conflict, NotFound, Unavailable
-from app.storage.objects import ObjectInfo, ObjectStore, PresignedPut, validate_key
+from app.storage.objects import CHECK_KEY, ObjectInfo, ObjectStore, PresignedPut, validate_key
 from app.storage.s3 import NOT_A_STORE, S3Store, check_expires, parse_s3_url
 from app.storage.signing import Grant, check_signature, signed_url
 
@@ -85,6 +85,13 @@ class FolderStore:
 
     def __repr__(self) -> str:
         return f"FolderStore({self._root})"
+
+    def check(self) -> None:
+        """As the protocol says."""
+        try:
+            self.put(CHECK_KEY, b"")
+        except (Conflict, Unavailable) as error:
+            raise Unavailable(f"ECHO2_OBJECT_STORE_URL, ECHO2_STATE_DIR: {error.detail}") from error
 
     def put(self, key: str, data: bytes) -> None:
         """Store bytes, replacing what was there. Raises BadInput, Conflict, Unavailable (disk full, …)."""

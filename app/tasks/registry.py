@@ -6,6 +6,7 @@ is not ours is never imported into the process that asks.
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from app.protocol.task_spec import TaskSpec
@@ -36,6 +37,13 @@ def _reads_answers(spec: TaskSpec) -> bool:
         case "jsonl":
             return spec.params.get("scorer") == "math"
     return spec.name == "verifiers"
+
+
+def preload() -> None:
+    """Import what tasks need that are made in this process: seconds of work in which Python lets others run too rarely
+    for a service that has to answer. Once done, `load_task` imports nothing of this size."""
+    for name in ("jsonl", "poker", "reasoning_gym"):
+        import_module(f"app.tasks.{name}")
 
 
 def load_task(spec: TaskSpec, seed: int, folder: Path | None = None) -> Task:
