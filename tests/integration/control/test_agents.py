@@ -26,7 +26,9 @@ async def test_exact_versions_are_those_of_the_service_and_need_no_key(control: 
 
 async def test_the_operator_s_file_is_handed_out_as_it_is_or_named(open_world: OpenWorld, tmp_path: Path) -> None:
     own = tmp_path / "exact.txt"
+    own.touch()
     async with open_world(agent_constraints=own) as control:
+        own.unlink()
         missing = await control.http.get(PATH)
         assert missing.status_code == 503
         assert "ECHO2_AGENT_CONSTRAINTS" in missing.json()["detail"]

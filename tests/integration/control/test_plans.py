@@ -62,7 +62,7 @@ async def test_a_look_for_work_does_not_go_through_the_work_of_the_past(control:
     assert len(items) == 1
     assert asked
     for plan in await plans(control.svc.core.db, asked):
-        assert "(job_id=? AND status=?)" in plan
+        assert "(job_id=? AND status=?" in plan
         assert "TEMP B-TREE" not in plan
 
 

@@ -75,22 +75,24 @@ def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch, capsys):
     asked = []
 
     def run(plan, folder, task):
-        asked.append((plan.loss, plan.staleness))
-        return staleness.dataclasses.asdict(plan) | made(plan.loss, plan.staleness, plan.seed, 0.5)
+        asked.append((plan.schedule, plan.loss, plan.staleness))
+        found = made(plan.loss, plan.staleness, plan.seed, 0.5) | {"schedule": plan.schedule}
+        return staleness.dataclasses.asdict(plan) | found
 
     monkeypatch.setattr(staleness, "run", run)
     monkeypatch.setattr(staleness, "tiny_model", lambda cache: cache)
     monkeypatch.setattr(staleness, "load_task", lambda spec, seed: None)
-    options = ["--out", str(tmp_path), "--losses", "dppo", "--seeds", "0"]
+    options = ["--out", str(tmp_path), "--losses", "dppo,uncorrected", "--seeds", "0"]
     assert staleness.main([*options, "--staleness", "1,6"]) == 0
     assert staleness.main([*options, "--staleness", "1,6,11"]) == 0
     assert staleness.main([*options, "--staleness", "1,6,11,20", "--report-only"]) == 0
-    assert asked == [("dppo", 1), ("dppo", 6), ("dppo", 11)]
+    fixed = [("echo", loss, s) for loss in ("dppo", "uncorrected") for s in (1, 6, 11)]
+    assert sorted(asked) == sorted([*fixed, ("adaptive", "dppo", 11)]), "only what is corrected can steer S"
     assert "| dppo | 11 |" in (tmp_path / "table.md").read_text()
     with pytest.raises(SystemExit):
-        staleness.main([*options, "--staleness", "20", "--report-only"])
+        staleness.main([*options, "--staleness", "20", "--adaptive", "20", "--report-only"])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last["heldout"] == {"echo/dppo/1": 0.5, "echo/dppo/6": 0.5, "echo/dppo/11": 0.5}
+    assert set(last["heldout"]) == {"/".join(map(str, cell)) for cell in asked}
 
 
 @pytest.mark.parametrize("wrong", [["--losses", "ppo"], ["--staleness", "0"], ["--seeds", "-1"], ["--steps", "0"]])
