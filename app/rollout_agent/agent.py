@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
 """After a signal: so long to deliver what is finished, and to hand over what is not."""
+UNHEARD_S = 2.0
+"""A control service that has not answered by then takes nothing over either: nothing is waited for any more."""
 SIGNAL_CUT_S = 0.4
 """After a signal: so long until samples are cut."""
 NOTICE_CUT_S = 10.0
@@ -125,6 +127,11 @@ class Agent:
         """SIGTERM: the machine shuts down, and says so before it leaves."""
         self._noticed(Interruption(kind="interruption", source="signal", detail="SIGTERM"))
         self.stop()
+        asyncio.get_running_loop().call_later(UNHEARD_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._board.pending is not None:
+            self._end(Ending("stopped by a signal, and nobody heard it", reachable=False))
 
     def stop(self) -> None:
         """A signal: drain for a moment, then leave."""

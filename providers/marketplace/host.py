@@ -23,6 +23,8 @@ from .processes import MachineProcess
 
 log = logging.getLogger(__name__)
 SAVE_NS = NS
+CLOSING_S = 3.0
+"""The grace when the marketplace itself ends: whoever would take what machines still have to say ends, too."""
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class Host:
         self.public_url = public_url
         self._boxes: dict[int, Box] = {}
         self._saved_ns = 0
+        self._grace_s = market.config.stop_grace_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def log_path(self, instance_id: int) -> Path:
@@ -90,7 +93,7 @@ class Host:
     async def _end(self, contract: Contract, box: Box) -> None:
         now = self.market.clock.now_ns()
         if box.kill_ns is None:
-            grace = 0.0 if contract.state is State.OFFLINE else self.market.config.stop_grace_s
+            grace = 0.0 if contract.state is State.OFFLINE else self._grace_s
             box.kill_ns = now + int(grace * NS)
             if grace:
                 box.process.terminate()
@@ -163,9 +166,10 @@ class Host:
 
     async def close(self) -> None:
         """End every process, SIGKILL after the grace; returns when none lives."""
+        self._grace_s = min(self._grace_s, CLOSING_S)
         for contract in self.market.live():
             self.market.destroy(contract)
-        deadline = self.market.config.stop_grace_s + 5.0
+        deadline = self._grace_s + 10.0
         async with asyncio.timeout(deadline):
             while self._boxes:
                 for number, box in list(self._boxes.items()):

@@ -74,6 +74,19 @@ def continued(control: Control) -> int:
     return cut
 
 
+async def test_a_node_that_nobody_hears_does_not_wait_to_hand_over(tmp_path: Path) -> None:
+    async with httpx.AsyncClient() as http:
+        async with running(tmp_path) as (control, _):
+            control.max_tokens = MAX_TOKENS
+            agent = agent_of(control, tmp_path / "one", Ticking(0.05), http)
+            life = asyncio.create_task(agent.run())
+            await eventually(lambda: bool(control.leased), "it is at work")
+        agent.terminated()
+        ending = await ended(life, STOP_GRACE_S + 6)
+        assert (ending.code, ending.reachable) == (0, False)
+        assert "nobody heard" in ending.reason
+
+
 async def test_a_streaming_node_that_is_terminated_is_finished_by_another(tmp_path: Path) -> None:
     async with running(tmp_path) as (control, _), httpx.AsyncClient() as http:
         control.max_tokens = MAX_TOKENS
