@@ -69,7 +69,9 @@ class Demand:
     async def _steps(self, session: AsyncSession, job: Job) -> list[steering.Seen]:
         query = select(Step).where(Step.job_id == job.id).order_by(Step.step.desc()).limit(steering.LONGEST_WINDOW)
         return [
-            steering.Seen(s.step, s.t_train, s.t_idle, s.rollouts, s.dropped, s.mu_pool)
+            steering.Seen(
+                s.step, s.t_train, s.t_idle, s.rollouts, s.dropped, s.mu_pool, max(map(int, s.lags), default=None)
+            )
             for s in reversed(list(await session.scalars(query)))
         ]
 
@@ -85,6 +87,7 @@ class Demand:
             gamma=spec.safety_factor,
             t_train=job.t_train or 1.0,
             kappa=job.publish_period,
+            staleness=job.staleness_budget,
             allowed=steering.periods(
                 period(job.staleness_budget, spec.publish_period),
                 fixed=spec.publish_period is not None,

@@ -6,7 +6,8 @@ about R / T_train upward and Eq. 2 asks for κT_train / (κT_train − T_bcast) 
 How much is needed in truth is measured: the bubble ratio says too little, a learner that never waits says enough.
 A learner that waits although the pool makes what it consumes waits for a version: of the S + 1 steps that a version
 may be trained on, κ go by before the next, and one T_train is left for broadcast, sampling and queueing at κ = S − 1.
-Where a broadcast fits into a shorter period, that is tried first: it costs traffic, not machines.
+Where a broadcast fits into a shorter period, and rollouts are nearly as old as they may be, that is tried first: it
+costs traffic, not machines.
 
 Invariant: the aim lies between γ·R/T_train and twice that; it or κ moves at most once a window of steps, and upward
 only when the pool really delivered what was asked for and the learner waited all the same.
@@ -50,6 +51,8 @@ class Seen:
     trained: int
     dropped: int
     mu_pool: float
+    oldest: int | None = None
+    """The largest t − x that it was trained on; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ def steer(
     gamma: float,
     t_train: float,
     kappa: int,
+    staleness: int | None = None,
     allowed: Periods,
     steps: Sequence[Seen],
     bound: float,
@@ -108,8 +112,8 @@ def steer(
     consumption.
 
     `before` is (factor, since_step, near) of the last aim, (None, 0, False) at first; `eq2` the target that the
-    capacity rule gives; `rollouts` R; `t_train` seconds; `kappa` κ now; `steps` ascending; `bound` the share of the
-    learner's time that it may wait; 0 switches steering off.
+    capacity rule gives; `rollouts` R; `t_train` seconds; `kappa` κ now; `staleness` S; `steps` ascending; `bound` the
+    share of the learner's time that it may wait; 0 switches steering off.
     """
     knee = rollouts / t_train
     floor = gamma * knee
@@ -136,7 +140,7 @@ def steer(
     bubble, dropped, pool = measured(window)
     told = f"waits {bubble:.1%}, drops {dropped:.1%} over {len(window)} steps"
     if bubble > bound:
-        if pool >= DELIVERS * knee and kappa > allowed.shortest:
+        if pool >= DELIVERS * knee and kappa > allowed.shortest and _at_the_limit(window, staleness):
             return every(kappa - 1, f"{told}, though the pool delivered {pool:.4g}")
         if pool < DELIVERS * factor * floor:
             return stay(f"{told}; the pool delivered {pool:.4g}, less than the aim: no reason to ask for more")
@@ -152,6 +156,13 @@ def steer(
     if abs(new - factor) < 1e-9:
         return stay(f"{told}; as {what} as it may be")
     return Aim(new, last, new * floor, knee, f"{told}: {what}", kappa, moved=True, near=near)
+
+
+def _at_the_limit(window: Sequence[Seen], staleness: int | None) -> bool:
+    """Whether rollouts were nearly as old as they may be: only then a younger version is what the learner waits for.
+    One that waits beside younger ones waits for machines or for audits, of which each further version needs more."""
+    oldest = max((s.oldest for s in window if s.oldest is not None), default=None)
+    return staleness is None or oldest is None or oldest >= staleness - 1
 
 
 def measured(window: Sequence[Seen]) -> tuple[float, float, float]:

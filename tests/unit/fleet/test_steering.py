@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +53,18 @@ def test_who_waits_for_a_version_gets_it_sooner(t_bcast: float | None, bubble: f
         assert aim.target == pytest.approx(FLOOR), "not more machines at the same time"
         assert aim.since_step == 18, "what comes of it is seen in the steps that follow"
         assert "κ 2 → 1" in aim.why
+
+
+@pytest.mark.parametrize(("oldest", "kappa"), [(3, 1), (2, 1), (1, 2), (None, 1)])
+def test_a_learner_with_young_rollouts_does_not_wait_for_a_version(oldest: int | None, kappa: int) -> None:
+    """S = 3: each further version costs audits, so it has to be versions that are missing."""
+    steps = [replace(s, oldest=oldest) for s in history(11, 8, pool=1.1 * KNEE, bubble=0.2)]
+    aim = steer(
+        (1.0, 10, False), eq2=EQ2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=KAPPA, staleness=3,
+        allowed=periods(KAPPA, fixed=False, t_train=T_TRAIN, t_bcast=4.0), steps=steps, bound=0.05,
+    )  # fmt: skip
+    assert aim.kappa == kappa
+    assert (aim.target > FLOOR) == (kappa == KAPPA), "machines are tried then"
 
 
 def test_of_equation_two_a_shorter_period_asks_for_no_more_machines() -> None:
