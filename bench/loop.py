@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=170)
     parser.add_argument("--warm", type=int, default=100)
     parser.add_argument("--staleness", type=int, default=6)
-    parser.add_argument("--speed", type=float, default=0.2)
+    parser.add_argument("--speed", type=float, default=0.16)
     parser.add_argument("--prompts", type=int, default=32)
     options = parser.parse_args(arguments)
     own, others = halves()
