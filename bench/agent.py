@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--parts", default="vllm,kills")
     options = parser.parse_args(arguments)
+    if unknown := set(options.parts.split(",")) - {"vllm", "kills"}:
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of vllm, kills")
     found: dict[str, Any] = {}
     if "vllm" in options.parts:
         found |= asyncio.run(vllm(options))

@@ -8,36 +8,20 @@ from pathlib import Path
 
 import httpx
 
-from app.protocol.errors import Unavailable
 from app.protocol.node import Weights
 from app.rollout_agent.agent import Agent
 from app.rollout_agent.config import AgentSettings, RelayAddress
 from app.rollout_agent.engines.base import Completion
-from app.snapshots.manifest import Manifest
 from tests.integration.rollout_agent.fake_control import JOIN_TOKEN, eventually, running
-from tests.unit.rollout_agent.fake_stream import FakeStream
+from tests.unit.rollout_agent.fake_stream import Mortal
 
 
-class Mortal(FakeStream):
-    """Runs by itself; takes nothing once it has died, until it is loaded again."""
+class Alone(Mortal):
+    """Runs by itself."""
 
     def __init__(self) -> None:
         super().__init__(odds=40)
         self.version = None
-        self.dead = False
-
-    def die(self, lost: int = 3) -> None:
-        super().die(lost)
-        self.dead = True
-
-    async def load(self, model_dir: Path) -> None:
-        await super().load(model_dir)
-        self.dead = False
-
-    async def install(self, payload: Path, manifest: Manifest, version: int) -> None:
-        if self.dead:
-            raise Unavailable("the engine does not run; it has to be loaded first")
-        await super().install(payload, manifest, version)
 
     async def sample(self, prompt_ids: Sequence[int], *, seed: int, max_tokens: int, temperature: float) -> Completion:
         made = super().sample(prompt_ids, seed=seed, max_tokens=max_tokens, temperature=temperature)
@@ -49,7 +33,7 @@ class Mortal(FakeStream):
 
 
 async def test_a_node_whose_idle_engine_has_died_goes_on_with_the_next_version(tmp_path: Path) -> None:
-    engine = Mortal()
+    engine = Alone()
     async with running(tmp_path) as (control, _), httpx.AsyncClient() as http:
         settings = AgentSettings.model_validate(
             {"control_url": control.base_url, "join_token": JOIN_TOKEN, "agent_dir": tmp_path / "node", "device": "cpu"}

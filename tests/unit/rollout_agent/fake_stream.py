@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from app.protocol import trajectory
-from app.protocol.errors import BadInput, Unavailable
+from app.protocol.errors import BadInput, IntegrityError, Unavailable
 from app.protocol.job import SamplingSpec
 from app.protocol.node import Weights
 from app.rollout_agent.delivery import Delivery
@@ -165,6 +165,28 @@ class FakeStream:
 
     async def close(self) -> None:
         self.closed = True
+
+
+class Mortal(FakeStream):
+    """Takes nothing once it has died, until it is loaded again; never takes `misfit`."""
+
+    def __init__(self, misfit: int | None = None, *, odds: int = 12) -> None:
+        super().__init__(odds=odds)
+        self.dead = False
+        self.misfit = misfit
+
+    def die(self, lost: int = 3) -> None:
+        super().die(lost)
+        self.dead = True
+
+    async def load(self, model_dir: Path) -> None:
+        await super().load(model_dir)
+        self.dead = False
+
+    async def install(self, payload: Path, manifest: Manifest, version: int) -> None:
+        if self.dead or version == self.misfit:
+            raise Unavailable("the engine does not run") if self.dead else IntegrityError("it is of another model")
+        await super().install(payload, manifest, version)
 
 
 class Desk:

@@ -20,7 +20,7 @@ from app.rollout_agent.installing import NotTaken
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
 from app.rollout_agent.working import revived
 from app.snapshots.store import Snapshot
-from tests.unit.rollout_agent.fake_stream import FakeStream
+from tests.unit.rollout_agent.fake_stream import FakeStream, Mortal
 from tests.unit.rollout_agent.fakes import ScriptedEngine
 
 
@@ -204,28 +204,6 @@ async def test_a_revival_waits_for_a_running_installation() -> None:
     await installing
     assert not await reviving
     assert (engine.version, engine.loads) == (6, 0)
-
-
-class Mortal(FakeStream):
-    """Takes nothing once it has died, until it is loaded again; never takes `misfit`."""
-
-    def __init__(self, misfit: int | None = None) -> None:
-        super().__init__()
-        self.dead = False
-        self.misfit = misfit
-
-    def die(self, lost: int = 3) -> None:
-        super().die(lost)
-        self.dead = True
-
-    async def load(self, model_dir: Path) -> None:
-        await super().load(model_dir)
-        self.dead = False
-
-    async def install(self, payload: Path, manifest: Any, version: int) -> None:
-        if self.dead or version == self.misfit:
-            raise Unavailable("the engine does not run") if self.dead else IntegrityError("it is of another model")
-        await super().install(payload, manifest, version)
 
 
 @pytest.mark.parametrize("first", [True, False])
