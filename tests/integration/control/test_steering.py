@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.control.rig import Learner, Node_, World
+from tests.integration.control.rig import GROUP, Learner, Node_, World
 
 
 async def run(control: World, job_id: str, learner: Learner, nodes: list[Node_], **report: Any) -> dict[str, Any]:
@@ -54,14 +54,21 @@ async def test_the_aim_survives_a_restart_of_the_control_service(control: World)
     assert after["mu_steered"] < after["mu_target"]
 
 
-@pytest.mark.parametrize(("fixed", "after"), [(None, 1), (2, 2)])
-async def test_a_learner_that_waits_for_versions_gets_them_sooner_unless_the_owner_fixed_the_period(
-    control: World, fixed: int | None, after: int
+@pytest.mark.parametrize(
+    ("fixed", "oldest", "after"),
+    [
+        pytest.param(None, 2, 1, id="rollouts nearly as old as S allows"),
+        pytest.param(None, 0, 2, id="young ones: it waits for something else"),
+        pytest.param(2, 2, 2, id="the owner fixed the period"),
+    ],
+)
+async def test_a_learner_that_waits_beside_old_rollouts_gets_versions_sooner_unless_the_owner_fixed_the_period(
+    control: World, fixed: int | None, oldest: int, after: int
 ) -> None:
     job_id = await control.create(stop={"steps": 500}, publish_period=fixed)
     learner, nodes = await control.running(job_id, nodes=2)
-    await run(control, job_id, learner, nodes, t_idle=0.2, t_train=2.0)
+    await run(control, job_id, learner, nodes, t_idle=0.2, t_train=2.0, lags={str(oldest): 2 * GROUP})
     assert (await control.get(f"/v1/jobs/{job_id}"))["publish_period"] == after
     told = [e.message for e in await control.events(job_id) if e.kind == "publish_period_steered"]
-    assert len(told) == (fixed is None)
+    assert len(told) == (after == 1)
     assert all("κ 2 → 1" in m for m in told)
