@@ -154,7 +154,7 @@ def steer(
     else:
         return stay(f"{told}: close to the bound of {bound:.0%}")
     if abs(new - factor) < 1e-9:
-        return stay(f"{told}; as {what} as it may be")
+        return stay(f"{told}; as low as it may be")
     return Aim(new, last, new * floor, knee, f"{told}: {what}", kappa, moved=True, near=near)
 
 

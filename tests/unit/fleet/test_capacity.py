@@ -63,6 +63,11 @@ def test_infeasible_within_the_staleness_budget_asks_for_the_period_only() -> No
     assert "publish_period 3 would be feasible within staleness_budget 4" in need.explanation
 
 
+def test_the_least_staleness_budget_is_not_told_to_do_with_a_longer_period() -> None:
+    need = plan(rollouts=100, kappa=1, staleness=1, gamma=1.0, t_train=10.0, t_bcast=15.0)
+    assert "publish_period 2 with staleness_budget ≥ 3" in need.explanation
+
+
 @given(t_train=TIMES, t_bcast=st.floats(0, 1e6))
 def test_feasible_period_is_the_smallest_that_is_feasible(t_train: float, t_bcast: float) -> None:
     period = feasible_period(t_train, t_bcast)
@@ -89,3 +94,4 @@ def test_bubble_ratio() -> None:
     assert bubble_ratio(0.0, 0.0) is None
     assert bubble_ratio(1.0, 3.0) == 0.25
     assert bubble_ratio(0.0, 3.0) == 0.0
+    assert bubble_ratio(0.125, 0.375) == 0.25, "of the shortest steps, too"

@@ -42,6 +42,7 @@ def look(
         (4.0, 0.2, 0.8 * KNEE, 2),  # machines are missing
         (4.0, 0.01, 1.1 * KNEE, 2),  # nobody waits
         (9.0, 0.2, 1.1 * KNEE, 2),  # one step would hold a broadcast, but hardly
+        (6.6, 0.2, 1.1 * KNEE, 1),  # 1.5 times is enough
         (None, 0.2, 1.1 * KNEE, 2),
     ],
 )
@@ -65,6 +66,17 @@ def test_a_learner_with_young_rollouts_does_not_wait_for_a_version(oldest: int |
     )  # fmt: skip
     assert aim.kappa == kappa
     assert (aim.target > FLOOR) == (kappa == KAPPA), "machines are tried then"
+
+
+@pytest.mark.parametrize(("newest", "kappa"), [(2, 1), (1, 2)])
+def test_one_old_rollout_in_the_window_is_enough_to_see_that_versions_are_missing(newest: int, kappa: int) -> None:
+    steps = [replace(s, oldest=0) for s in history(11, 8, pool=1.1 * KNEE, bubble=0.2)]
+    steps[3] = replace(steps[3], oldest=newest)
+    aim = steer(
+        (1.0, 10, False), eq2=EQ2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=KAPPA, staleness=3,
+        allowed=periods(KAPPA, fixed=False, t_train=T_TRAIN, t_bcast=4.0), steps=steps, bound=0.05,
+    )  # fmt: skip
+    assert aim.kappa == kappa
 
 
 def test_of_equation_two_a_shorter_period_asks_for_no_more_machines() -> None:
@@ -98,7 +110,7 @@ def test_begins_with_equation_two() -> None:
 
 def test_a_broadcast_as_long_as_the_period_does_not_rent_the_whole_market() -> None:
     aim = look(None, [], eq2=1e6)
-    assert aim.target == pytest.approx(MOST * FLOOR)
+    assert aim.target == pytest.approx(2 * FLOOR)
     waiting = look(aim, history(1, 20, pool=3 * FLOOR, bubble=0.3), eq2=1e6)
     assert waiting.target == pytest.approx(MOST * FLOOR)
     assert "more machines would not help" in waiting.why
@@ -133,6 +145,31 @@ def test_waits_for_a_whole_window_and_counts_from_the_last_move() -> None:
     aim = look(start, [*steps, *history(10 + WINDOW_STEPS, 1, pool=EQ2)])
     assert aim.moved
     assert aim.since_step == 10 + WINDOW_STEPS
+
+
+@pytest.mark.parametrize(("kappa", "steps"), [(1, 6), (3, 6), (4, 8), (10, 20)])
+def test_a_window_has_six_steps_and_two_publish_periods(kappa: int, steps: int) -> None:
+    for count in (steps - 1, steps):
+        aim = steer(
+            (1.5, 10, False), eq2=EQ2, rollouts=ROLLOUTS, gamma=GAMMA, t_train=T_TRAIN, kappa=kappa,
+            allowed=Periods(kappa, kappa, kappa), steps=history(11, count, pool=EQ2), bound=0.05,
+        )  # fmt: skip
+        assert aim.moved == (count == steps)
+
+
+def test_what_was_long_ago_says_nothing_of_now() -> None:
+    start = Aim(1.5, 10, 1.5 * FLOOR, KNEE, "")
+    waited, now = history(11, 60, pool=1.5 * FLOOR, bubble=0.6), history(71, 60, pool=1.5 * FLOOR)
+    aim = look(start, waited + now)
+    assert aim.factor is not None
+    assert aim.factor < 1.5
+
+
+@pytest.mark.parametrize(("factor", "bubble", "what"), [(1.0, 0.0, "as low as it may be"), (2.0, 0.3, "would not")])
+def test_an_aim_that_has_come_to_its_end_is_no_news(factor: float, bubble: float, what: str) -> None:
+    aim = look(Aim(factor, 10, factor * FLOOR, KNEE, ""), history(11, 8, pool=factor * FLOOR, bubble=bubble))
+    assert (aim.factor, aim.since_step, aim.moved) == (factor, 10, False)
+    assert what in aim.why
 
 
 def test_far_above_the_knee_it_goes_down_by_halves_and_in_small_steps_once_the_learner_has_waited() -> None:
