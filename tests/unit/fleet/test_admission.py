@@ -175,6 +175,23 @@ def test_a_nodes_share_is_at_least_one_group_and_at_most_a_batch(
 
 
 @pytest.mark.parametrize(
+    ("t_train", "rate", "groups"),
+    [
+        (10.0, 32.0, 14),  # what it makes in 0.35 of ten seconds, 112 rollouts in groups of 8
+        (10.0, 1.0, 8),  # an eighth of a batch, so that asking is worth it
+        (10.0, None, 8),
+        (None, 32.0, 8),
+        (10.0, 1e6, 64),  # no more than a batch
+    ],
+)
+def test_one_node_leases_what_it_makes_in_a_third_of_a_step(
+    t_train: float | None, rate: float | None, groups: int
+) -> None:
+    assert share(t_train=t_train, group_size=8, prompts=64, node_rate=rate) == groups
+    assert share(t_train=None, group_size=8, prompts=4, node_rate=None) == 1
+
+
+@pytest.mark.parametrize(
     ("recent", "most", "want"),
     [
         ([], 8, 4),

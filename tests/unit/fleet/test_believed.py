@@ -135,6 +135,42 @@ def test_silence_after_deliveries_lowers_what_is_believed():
     assert later < now / 5
 
 
+@pytest.mark.parametrize(
+    ("spans", "delivered", "open_s", "rate"),
+    [
+        (((100, 10.0),) * 8, 800, 15.0, 900 / 80),  # one more delivery may be on its way
+        (((100, 10.0),) * 8, 850, 15.0, 950 / 80),  # what came since counts
+        (((100, 10.0),) * 7 + ((300, 10.0),), 1000, 15.0, 1300 / 80),  # and the largest may be
+        (((100, 10.0),) * 8, 800, 0.0, 900 / 65),  # of its waiting a quarter of a minute is not on record yet
+        (((100, 10.0),) * 8, 800, 95.0, 900 / 160),
+        (((10, 10.0),) * 16 + ((100, 10.0),) * 24, 2560, 15.0, 2500 / 240),  # it has become faster
+        (((100, 10.0),) * 16 + ((10, 10.0),) * 24, 1840, 15.0, 1940 / 400),  # or was so once
+    ],
+)
+def test_a_node_may_say_a_quarter_more_than_what_it_can_have_made(
+    spans: tuple[tuple[int, float], ...], delivered: int, open_s: float, rate: float
+):
+    before = sum(n for n, _ in spans)
+    assert believed.bound(Evidence(before, open_s, spans), delivered) == pytest.approx(1.25 * rate)
+
+
+def test_spans_end_with_a_delivery_and_the_newest_are_kept():
+    first = believed.seen(None, 10, 500.0)
+    assert first == Evidence(10), "what fills the machine at first is left out"
+    waits = believed.seen(first, 10, 60.0)
+    assert waits == Evidence(10, 60.0), "nothing came"
+    short = believed.seen(first, 14, 4.0)
+    assert short == Evidence(10, 4.0), "a span is longer"
+    assert believed.seen(short, 14, 6.0) == Evidence(14, 0.0, ((4, 10.0),))
+    many = Evidence(0, 0.0, tuple((n, 10.0) for n in range(40)), doubted=True)
+    after = believed.seen(many, 99, 10.0)
+    assert after == Evidence(99, 0.0, (*((n, 10.0) for n in range(1, 40)), (99, 10.0)), doubted=True)
+
+
+def test_where_all_was_waiting_nothing_is_said():
+    assert believed.bound(Evidence(80, 0.0, ((10, 1.0),) * 8), 80) is None
+
+
 def test_a_machine_that_became_faster_is_believed_before_all_is_forgotten():
     slow_then_fast = [*list(steady(1.0))[:1000], *list(steady(10.0))[:260]]
     assert shares(iter(slow_then_fast), 10.0)[-1] == 1.0

@@ -45,6 +45,20 @@ def test_must_wind_down(exposure: Exposure, due: bool) -> None:
     assert must_wind_down(exposure, 30.0) is due
 
 
+def test_what_was_asked_for_and_what_nobody_saw_yet_is_committed_with_the_way_down() -> None:
+    held = Exposure(10_000, 1000, 3600, 1800, wind_down_s=60.0, unseen=7)
+    assert (held.wind_down, held.committed, held.remaining) == (90, 1097, 8903)
+    assert Exposure(10_000, 0, 1).wind_down == 1, "rounded up"
+
+
+def test_rates_rise_no_further_than_all_others_leave_room_for() -> None:
+    # 3600 of 3600 a second until its minimum of 60 s, and 40 s to wind down.
+    held = Exposure(1000, 0, 1800, 1800, wind_down_s=40.0)
+    assert spare_rate(held, 60.0) == 32_400
+    assert spare_rate(Exposure(100, 0, 3600, wind_down_s=40.0), 60.0) == 0
+    assert spare_rate(Exposure(99, 0, 3600, wind_down_s=40.0), 60.0) == 0
+
+
 @given(
     budget=st.integers(1, 10**8),
     spent=st.integers(0, 10**8),

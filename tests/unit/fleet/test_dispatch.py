@@ -39,7 +39,7 @@ def test_long_ones_go_first_and_to_fast_nodes(speeds: Speeds, ordinals: list[int
 
 
 def test_without_lengths_the_order_is_the_seeded_one() -> None:
-    assert _given(_new(None, None, None), count=2).ordinals == [100, 101]
+    assert _given(_new(None, None, None), count=2) == Choice([100, 101])
 
 
 def test_begun_groups_go_first_the_oldest_before_others() -> None:
@@ -170,7 +170,7 @@ def test_a_group_is_overtaken_at_most_by_those_of_the_window(
 @pytest.mark.parametrize(
     ("mean", "tries", "job", "expected"),
     [
-        (None, 0, None, None), (None, 0, 50.0, 50.0), (100.0, 8, None, 100.0), (100.0, 8, 50.0, 75.0),
+        (None, 0, None, None), (None, 0, 50.0, 50.0), (100.0, 0, 50.0, 50.0), (100.0, 8, None, 100.0), (100.0, 8, 50.0, 75.0),
         (100.0, 64, 10.0, 90.0), (100.0, 10_000, 10.0, 90.0),
     ],
 )  # fmt: skip
@@ -180,6 +180,19 @@ def test_lengths_are_drawn_to_the_jobs_mean(
     assert predicted_length(mean, tries, job) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("mean", "tries", "new", "count", "expected"),
+    [
+        (None, 0, 20.0, 8, 20.0), (10.0, 0, 20.0, 8, 20.0), (10.0, 8, 20.0, 8, 15.0), (10.0, 24, 20.0, 8, 12.5),
+        (10.0, 64, 20.0, 64, 15.0), (10.0, 10_000, 20.0, 64, 15.0),  # no more than 64 of the old ones count
+    ],
+)  # fmt: skip
+def test_a_running_mean_weighs_each_completion_alike_and_forgets_old_ones(
+    mean: float | None, tries: int, new: float, count: int, expected: float
+) -> None:
+    assert dispatch.mean_after(mean, tries, new, count) == pytest.approx(expected)
+
+
 def test_running_means_follow_a_policy_that_grows_longer() -> None:
     mean: float | None = None
     for tries in range(0, 800, 8):
@@ -187,9 +200,56 @@ def test_running_means_follow_a_policy_that_grows_longer() -> None:
     assert mean == pytest.approx(20.0, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("count", "prompts", "widest"), [(0, 8, 0), (-1, 8, 0), (1, 8, 4), (4, 8, 4), (6, 8, 6), (1, 9, 4), (1, 1, 1)]
+)
+def test_half_a_batch_is_looked_at_or_what_is_asked_for(count: int, prompts: int, widest: int) -> None:
+    assert window(count, prompts) == widest
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rollouts", "mean", "speed"),
+    [
+        (500.0, 2.0, 100.0, 500.0),  # as it says
+        (None, 2.0, 100.0, 200.0),
+        (0.0, 2.0, 100.0, 200.0),
+        (None, None, 100.0, None),
+        (None, 2.0, None, None),
+    ],
+)
+def test_the_speed_of_a_node_that_tells_no_tokens_is_that_of_its_rollouts(
+    tokens: float | None, rollouts: float | None, mean: float | None, speed: float | None
+) -> None:
+    assert dispatch.node_speed(tokens_per_s=tokens, rollouts_per_s=rollouts, job_mean=mean) == speed
+
+
+def test_a_beginning_that_only_this_node_can_finish_in_time_is_kept() -> None:
+    begun = [Candidate(5, 7000, 7, 9500)]
+    assert _given(begun, speeds=Speeds(1000.0, [10.0])).dropped == []
+    assert _given(begun, speeds=Speeds(10.0, [1000.0])).dropped == [], "or only another one"
+    assert _given(begun, speeds=Speeds(10.0, [10.0])).dropped == [5]
+    assert _given(begun, speeds=Speeds(None)).dropped == [], "nobody knows how fast they are"
+
+
+def test_a_node_as_fast_as_the_middle_one_is_fast() -> None:
+    assert _given(_new(200, 100), speeds=Speeds(500.0, [500.0])).ordinals == [100, 101]
+    assert _given(_new(200, 100), speeds=Speeds(500.0, [400.0, 600.0])).ordinals == [100, 101]
+    assert _given(_new(200, 100), speeds=Speeds(500.0, [600.0, 600.0])).ordinals == [101, 100]
+
+
+def test_who_gets_nothing_is_told_what_it_would_take() -> None:
+    told = _given(_new(5000), version=9, speeds=Speeds(100.0, [10_000.0]), held_tokens=2900.0).reason
+    assert "at 100 tokens/s with 2900 tokens" in told
+    assert "in the 30 s in which v9 stays admissible" in told
+    assert _given(_new(5000), count=0).reason == "", "who asks for nothing"
+    late = _given(_new(100), version=5, speeds=Speeds(100.0, [10_000.0]), held_tokens=1.0).reason
+    assert "in the 0 s in which v5" in late
+
+
 def test_steps_take_what_the_slower_of_learner_and_pool_needs() -> None:
     assert dispatch.step_seconds(t_train=None, rollouts=64, mu_pool=1.0) is None
     assert dispatch.step_seconds(t_train=5.0, rollouts=64, mu_pool=0.0) == 5.0
     assert dispatch.step_seconds(t_train=5.0, rollouts=64, mu_pool=2.0) == 32.0
+    assert dispatch.step_seconds(t_train=5.0, rollouts=64, mu_pool=0.5) == 128.0
     assert Pace(10, 3, None).time_left(6) == -math.inf
     assert Pace(10, 3, None).time_left(7) == math.inf

@@ -18,6 +18,7 @@ from app.fleet.estimates import (
     find_gpu,
     gpu_table,
     prior,
+    reference,
     roofline,
     settle,
     smooth,
@@ -70,6 +71,25 @@ def test_roofline_is_monotone(load: Workload, bandwidth: float, tflops: float, m
     assert roofline(Gpu(bandwidth, tflops, 24), 1, bigger) <= base
 
 
+@pytest.mark.parametrize(
+    ("concurrency", "step_s"),
+    [
+        (256, 0.04096 / 0.35 + 0.004),  # bound by its arithmetic
+        (1, 0.016 / 0.35 + 0.004),  # by reading the weights
+    ],
+)
+def test_a_machine_reaches_a_third_of_what_its_data_sheet_allows(concurrency: int, step_s: float) -> None:
+    load = Workload(8_000_000_000, 512.0, concurrency)
+    assert roofline(Gpu(1000.0, 100.0, 24.0), 2, load) == pytest.approx(2 * concurrency / step_s / 512)
+
+
+def test_the_weakest_card_stands_for_an_unknown_one_where_it_was_measured_by_hand() -> None:
+    name, card = reference("Mystery_9000")
+    assert name == "MYSTERY 9000"
+    assert card.memory_gb_s == min(gpu.memory_gb_s for gpu in gpu_table().values())
+    assert reference("NVIDIA GeForce RTX 4090") == ("RTX 4090", gpu_table()["RTX 4090"])
+
+
 def test_without_measurements_the_prior_stands() -> None:
     base = Estimate(2.0, "roofline")
     assert estimate(base, "RTX 4090", []) is base
@@ -100,6 +120,13 @@ def test_smooth() -> None:
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_weight_is_a_share_and_grows_with_the_sample(a: float, b: float) -> None:
     assert 0 < weight(min(a, b)) <= weight(max(a, b)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "share"), [(0.0, 0.02), (0.2, 0.02), (0.5, 0.05), (1.0, 0.1), (60.0, 0.1)]
+)
+def test_a_new_value_counts_for_two_to_ten_percent(seconds: float, share: float) -> None:
+    assert weight(seconds) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -156,3 +183,14 @@ def test_broadcast_time_bounds(size: int, nodes: int, uplink: float, link: float
 def test_a_young_node_counts_as_estimated(age: float, expected: float) -> None:
     assert settle(0.0, 100.0, age, 20.0) == pytest.approx(expected)
     assert settle(100.0, 0.0, age, 20.0) == pytest.approx(100.0 - expected)
+
+
+def test_a_node_counts_as_measured_at_once_where_nobody_wants_to_wait() -> None:
+    assert settle(7.0, 100.0, 0.0, 0.0) == 7.0
+    assert settle(7.0, 100.0, -5.0, 20.0) == 100.0, "a clock that runs backwards says nothing"
+
+
+def test_each_hop_of_a_chain_adds_its_delay() -> None:
+    # 30 nodes in three chains of ten: nine hops behind the first.
+    assert broadcast_time(10**9, 30, 300.0, 100.0, hop_s=1.0) == pytest.approx(80.0 + 9)
+    assert broadcast_time(10**9, 1, 300.0, 100.0, hop_s=1.0) == pytest.approx(80.0)

@@ -72,6 +72,86 @@ def test_hours_end_a_job_before_its_steps() -> None:
     assert "hours are left" in got.basis
 
 
+def test_ending_in_order_is_in_the_cost_and_not_in_what_it_may_come_to_at_best() -> None:
+    plain, got = forecast(steady(40)), forecast(steady(40, wind_down=5000))
+    assert (got.cost, got.low, got.high) == (plain.cost + 5000, plain.low, plain.high + 5000)  # type: ignore[operator]
+    assert got.ends_at == plain.ends_at
+    assert got.budget_lasts_until == pytest.approx((plain.budget_lasts_until or 0) - 5000 * 3600 / USD)
+
+
+@pytest.mark.parametrize("step", [40, 45])
+def test_a_job_whose_steps_are_done_costs_the_way_down(step: int) -> None:
+    course = steady(40, stop=40, wind_down=5000, step=step)
+    got = forecast(course)
+    assert (got.ends_at, got.cost, got.low, got.high) == (NOW, course.spent + 5000, course.spent, course.spent + 5000)
+    assert got.basis == "0 of 40 steps are left, $1 an hour"
+    assert forecast(replace(course, marks=[])).cost == course.spent + 5000, "whatever is known of their time"
+
+
+@pytest.mark.parametrize("course", [steady(1, stop_in_s=60.0), steady(40, stop=None, stop_in_s=60.0)])
+def test_hours_alone_are_enough_for_a_forecast(course: Course) -> None:
+    got = forecast(course)
+    assert (got.ends_at, got.to_stop_rule) == (NOW + 60, True)
+    assert got.cost == course.spent + round(60 / 3600 * USD)
+    assert got.basis == "0.0167 of its hours are left, $1 an hour"
+    assert forecast(replace(course, stop_in_s=-5.0)).ends_at == NOW
+
+
+def test_steps_that_are_done_before_the_hours_end_the_job() -> None:
+    got = forecast(steady(40, stop_in_s=601.0))
+    assert got.ends_at == pytest.approx(NOW + 600)
+    assert got.basis.startswith("60 of 100 steps are left")
+
+
+def test_a_budget_that_is_passed_lasts_until_now() -> None:
+    assert forecast(steady(40, budget=1)).budget_lasts_until == NOW
+
+
+def course_of(seconds: list[float], burns: list[float]) -> Course:
+    """Steps that took so long at so many micro-dollars an hour; 1000 more are to be made at $1 an hour."""
+    marks = [Mark(NOW, 0)]
+    for each, burn in zip(seconds, burns, strict=True):
+        marks.append(Mark(marks[-1].at + each, marks[-1].spent + round(burn * each / 3600)))
+    steps = len(seconds)
+    return Course(marks[-1].at, marks[-1].spent, USD, 0, 50 * USD, steps, steps + 1000, None, marks)
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+@pytest.mark.parametrize(("odd", "widened"), [(3, False), (4, True)])
+def test_a_tenth_of_the_steps_may_burn_as_it_likes(factor: float, odd: int, widened: bool) -> None:
+    got = forecast(course_of([10.0] * 30, [float(USD)] * (30 - odd) + [factor * USD] * odd))
+    assert got.low is not None
+    assert got.cost is not None
+    assert got.high is not None
+    width = got.high - got.low
+    assert (width > 0.5 * got.cost) is widened
+
+
+@pytest.mark.parametrize(("longest", "mean"), [(50.0, 14.0), (51.0, 10.0)])
+def test_a_step_of_more_than_five_times_the_usual_held_a_pause(longest: float, mean: float) -> None:
+    course = course_of([10.0] * 9 + [longest], [float(USD)] * 10)
+    assert forecast(course).ends_at == pytest.approx(course.now + 1000 * mean)
+
+
+def test_steps_that_were_told_at_the_same_moment_say_nothing_of_their_time() -> None:
+    course = course_of([10.0, 0.0, 10.0, 10.0], [float(USD)] * 4)
+    assert forecast(course).ends_at == pytest.approx(course.now + 1000 * 10)
+    few = course_of([10.0, 0.0, 10.0], [float(USD)] * 3)
+    assert forecast(few).ends_at is None
+
+
+def test_the_range_of_many_steps_is_that_of_their_mean() -> None:
+    """Ten steps of 8 and 12 s: their mean is off by 0.67 s, a thousand more are by 21 s beside that."""
+    course = course_of([8.0, 12.0] * 5, [float(USD)] * 10)
+    got = forecast(course)
+    spread = (40 / 9) ** 0.5
+    error = 1.645 * spread * (1000 + 1000**2 / 10) ** 0.5
+    assert got.high == pytest.approx(course.spent + (10_000 + error) / 3600 * USD, rel=1e-6)
+    assert got.low == pytest.approx(course.spent + (10_000 - error) / 3600 * USD, rel=1e-6)
+    wild = course_of([9.0, 9.0, 18.0], [float(USD)] * 3)
+    assert forecast(wild).low == pytest.approx(wild.spent + 9000 / 3600 * USD, rel=1e-6), "no faster than the fastest"
+
+
 def test_a_pause_is_not_what_a_step_takes() -> None:
     course = steady(20)
     late = [replace(m, at=m.at - 86_400) if i < 10 else m for i, m in enumerate(course.marks)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fleet.group_sizes import Tried, sizes, value
+from app.fleet.group_sizes import Tried, gain, sizes, value
 from app.protocol.job import BatchSpec, GroupPolicy
 
 VARYING: list[GroupPolicy] = ["coba", "cures"]
@@ -77,6 +77,34 @@ def test_the_failure_rate_moves_what_coba_takes_for_worthwhile() -> None:
     assert succeeding[0] > succeeding[1]
     hopeless = sizes("coba", [Tried(0, 500), Tried(250, 500)], group_size=8, least=2, most=14, failure_rate=0.5)
     assert hopeless[0] < hopeless[1]
+
+
+@pytest.mark.parametrize(
+    ("failure_rate", "best"), [(0.0, 0.25), (0.25, 0.25), (0.5, 0.5), (0.7, 0.7), (0.75, 0.75), (1.0, 0.75)]
+)
+def test_for_coba_a_success_rate_like_the_failure_rate_is_worth_most_within_bounds(
+    failure_rate: float, best: float
+) -> None:
+    assert value(best, failure_rate) == pytest.approx(1.0)
+    rates = [n / 100 for n in range(101)]
+    worths = [value(p, failure_rate) for p in rates]
+    assert worths[: round(100 * best) + 1] == sorted(worths[: round(100 * best) + 1])
+    assert worths[round(100 * best) :] == sorted(worths[round(100 * best) :], reverse=True)
+    assert 0 < min(worths[0], worths[-1]) < 1e-3, "what nobody, or everybody, gets right teaches nearly nothing"
+
+
+def test_for_coba_each_completion_adds_less_and_eight_make_two_thirds() -> None:
+    gains = [gain(0.5, n) for n in range(1, 1000)]
+    assert gains == sorted(gains, reverse=True)
+    assert sum(gains) == pytest.approx(0.5)
+    assert sum(gains[:8]) == pytest.approx(0.5 * 0.632, rel=1e-3)
+
+
+def test_where_no_failures_are_known_coba_takes_half_for_the_rate() -> None:
+    prompts = [Tried(50, 98), Tried(80, 98), Tried(20, 98)]
+    unknown = sizes("coba", prompts, group_size=8, least=2, most=14)
+    assert unknown == sizes("coba", prompts, group_size=8, least=2, most=14, failure_rate=0.5)
+    assert unknown[0] == max(unknown) > unknown[1]
 
 
 def test_bounds_that_exclude_the_group_size_are_an_error() -> None:

@@ -36,6 +36,21 @@ def test_each_state_that_costs_has_an_end(state: LeaseState, in_time: float, too
     assert any(c.isdigit() for c in found.why), "it says for how long"
 
 
+def test_what_is_not_gone_is_to_be_looked_for_by_a_person() -> None:
+    found = judge(lease(LeaseState.RELEASING), T0 + 400.0, LIMITS)
+    assert found is not None
+    assert found.why.startswith("not gone 400 s after its release was decided (3 destroy calls)")
+    assert "instance 7" in found.why
+
+
+def test_how_long_it_has_been_so_is_told() -> None:
+    unsettled, expired = lease(LeaseState.UNKNOWN), lease(LeaseState.ACTIVE)
+    said = [judge(unsettled, T0 + 200.0, LIMITS), judge(expired, T0 + HOURS + 700.0, LIMITS)]
+    assert [one.why for one in said if one] == [
+        "whether the create call made a machine is open for 200 s", "its lease ended 700 s ago and was not renewed"
+    ]  # fmt: skip
+
+
 def test_no_open_state_was_forgotten() -> None:
     for state in OPEN_STATES:
         assert judge(lease(state), T0 + 10 * HOURS, LIMITS) is not None, state

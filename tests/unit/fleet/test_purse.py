@@ -58,6 +58,33 @@ def test_a_price_that_rose_is_an_excess_of_what_stays() -> None:
     assert Room({"a": 5}, staying_micros_h=5).excess == 0
 
 
+def test_credit_is_low_where_it_does_not_last_as_long_as_it_must() -> None:
+    room = Room({"a": 3 * USD, "b": 3 * USD}, credit={"a": 6 * USD, "b": 6 * USD - 1, "c": 0}, credit_hours=2.0)
+    assert [room.low(name) for name in "abcd"] == [False, True, False, False], "nothing runs at c, nobody knows d's"
+
+
+def test_everything_is_given_back_before_the_cap_in_total_is_passed() -> None:
+    held = Exposure(1000, 849, 3600)
+    assert not Room({}, exposure=held).used_up(30.0)
+    assert Room({}, exposure=held).used_up(31.5)
+    assert not Room({}).used_up(1e9), "no cap, no end"
+
+
+def test_one_lease_more_takes_its_room_everywhere() -> None:
+    room = Room({"a": 5}, staying_micros_h=5, exposure=Exposure(1000, 0, 5, 2)).plus("b", 7).plus("a", 1)
+    assert room.burns == {"a": 6, "b": 7}
+    assert (room.burn, room.staying_micros_h) == (13, 13)
+    assert room.exposure is not None
+    assert room.exposure.pending_micros_h == 10
+
+
+def test_what_is_left_is_told_in_dollars() -> None:
+    spent = Room({"a": USD}, exposure=Exposure(USD, 2 * USD, 0), minimum_s=60)
+    assert "$0.000000 are not committed, too little for a machine at $1.000000/h" in spent.why_not("a", USD)
+    hourly = Room({"a": USD, "b": USD}, per_hour=2 * USD).why_not("a", USD // 2)
+    assert hourly == "max_usd_per_hour 2.000000: $2.000000/h are rented and $0.500000/h would come on top"
+
+
 def test_an_account_is_dry_when_it_does_not_last_until_it_is_looked_at_again() -> None:
     room = Room({"a": 3600}, credit={"a": 100, "b": 0})
     assert room.dry("a", 100)

@@ -58,6 +58,42 @@ def test_few_tokens_and_unclear_ones_say_nothing_of_drift():
     assert convicted(*[audit(rms=9.0, verdict="unclear", fault="logprobs")] * 100)[0] is None
 
 
+def test_so_many_tokens_as_are_enough_say_something_of_drift():
+    assert convicted(*[audit(rms=9.0, tokens=FEW, verdict="suspect")] * 100)[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("standing", "z"),
+    [
+        (Standing(), 0.0),
+        (Standing(surprise=-30.0, variance=25.0, jump=1.1), -5.0),  # a jump makes chance likelier
+        (Standing(surprise=-32.0, variance=25.0, spread=100.0), -6.0),  # 2 of a standard deviation are left to engines
+        (Standing(surprise=-1.0, variance=25.0, spread=100.0), 0.0),
+        (Standing(surprise=9.0, excess=6.0, variance=15.0), 1.2),  # upwards only so far, and 5 nats at most
+        (Standing(surprise=9.0, excess=8.0, variance=15.0, spread=100.0), 1.2),
+        (Standing(surprise=9.0, excess=1.0, variance=15.0, spread=100.0), 0.0),
+    ],
+)
+def test_how_far_tokens_are_from_what_they_claim_to_be(standing: Standing, z: float):
+    assert standing.z == pytest.approx(z)
+
+
+def test_what_convicts_of_another_temperature_is_more_than_six_deviations_and_is_told():
+    odd = audit(surprise=-6.0, excess=-6.0, variance=1.0, jump=0.0)
+    assert convicted(odd) == (None, ""), "six are not more than six"
+    found, why = convicted(*[audit(surprise=-1.0, excess=-1.0, variance=1.0)] * 100)
+    assert found == 37
+    assert "likelier than tokens of the policy" in why
+    assert "z = -6.1 after 37 audits" in why
+
+
+def test_tokens_that_are_drawn_are_summed_over_all_audits():
+    one = audit(surprise=-1.0, excess=-2.0, variance=3.0, spread=4.0, jump=0.5)
+    other = audit(surprise=-10.0, excess=-20.0, variance=30.0, spread=40.0, jump=0.25)
+    found = after(after(Standing(), one, BOUND), other, BOUND)
+    assert (found.surprise, found.excess, found.variance, found.spread, found.jump) == (-11.0, -22.0, 33.0, 44.0, 0.5)
+
+
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_tokens_that_are_too_likely_or_not_likely_enough_convict(sign: int):
     odd = audit(surprise=sign * 12.0, excess=sign * 12.0, variance=100.0, spread=95.0, jump=2.0)
@@ -94,6 +130,8 @@ def test_what_is_shown_of_a_node_follows_its_audits():
     assert standing.rms == pytest.approx(0.012)
     assert standing.kl == pytest.approx(1.2e-4)
     assert (standing.audits, standing.passed, standing.failures) == (2, 2, 0)
+    failed = after(after(standing, audit(verdict="suspect"), BOUND), audit(verdict="failed"), BOUND)
+    assert (failed.audits, failed.passed, failed.failures) == (4, 2, 2)
     silent = after(standing, audit(tokens=0, verdict="unclear"), BOUND)
     assert (silent.rms, silent.audits, silent.passed) == (standing.rms, 3, 2)
     assert math.isclose(Standing(surprise=-30.0, variance=25.0).z, -6.0)
@@ -121,6 +159,19 @@ def test_an_outlier_among_many_greedy_answers_convicts_nobody_and_their_figures_
     assert convicted(*[odd, *[good] * 60] * 50) == (None, "")
     standing = after(Standing(), odd, BOUND)
     assert (standing.drift, standing.rms, standing.ungreedy, standing.failures) == (0.0, None, 1.0, 1)
+
+
+def test_greedy_answers_that_pass_wear_doubt_off_slowly():
+    """Each takes a fiftieth off: who chooses otherwise in every eleventh answer is convicted by the fourth."""
+    odd = audit(heldout="greedy", verdict="suspect", fault="greedy")
+    ten = [audit(heldout="greedy")] * 10
+    assert convicted(*[odd, *ten] * 10)[0] == 3 * 11 + 1
+    standing = after(Standing(), audit(heldout="greedy"), BOUND)
+    assert standing.ungreedy == 0.0, "nobody saves up for later"
+    assert convicted(*[audit(heldout="greedy"), *ten] * 10, odd, odd, odd)[0] == 113
+    doubted = after(Standing(), odd, BOUND)
+    unclear = audit(heldout="greedy", verdict="unclear", fault="greedy")
+    assert after(doubted, unclear, BOUND).ungreedy == 1.0, "what is not clear changes nothing"
 
 
 def test_held_out_answers_end_no_probation():

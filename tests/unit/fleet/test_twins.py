@@ -19,6 +19,15 @@ def test_twins_are_spread_over_the_others_and_who_has_one_waiting_has_no_second(
     assert (known, meant) == (Counter({"a": 4, "b": 2}), {"a", "b", "c"})
 
 
+def test_few_earlier_partners_are_not_asked_alone() -> None:
+    few = Counter({f"n{i}": 1 for i in range(PARTNERS - 1)})
+    assert partner({*few, "new"}, few, set()) == ["new"]
+    enough = Counter({f"n{i}": 1 for i in range(PARTNERS)})
+    assert partner({*enough, "new"}, enough, set()) == ["n0"]
+    gone = Counter({f"n{i}": 1 for i in range(PARTNERS)})
+    assert partner({*list(gone)[1:], "new"}, gone, set()) == ["new"], "who has left is no partner any more"
+
+
 def test_a_large_fleet_is_not_asked_as_a_whole() -> None:
     """Who says a little of everybody says enough of nobody."""
     others, known = {f"n{i:02}" for i in range(50)}, Counter[str]()

@@ -28,6 +28,15 @@ def test_who_stands_against_a_majority_of_at_least_two_is_odd(digests: str, odd:
     assert " ".join(found.odd) == odd
     assert found.nodes == tuple(f"n{i}" for i in range(len(digests)))
     assert all(node in found.message for node in found.odd or found.nodes)
+    assert found.data == {"version": 3, "nodes": list(found.nodes), "odd": list(found.odd)}
+    assert ("than" in found.message) == bool(odd)
+
+
+def test_how_many_stand_against_the_odd_one_is_told() -> None:
+    told = Told()
+    found = [told.take("job", f"n{i}", word(digest)) for i, digest in enumerate("aaab")][-1]
+    assert found is not None
+    assert found.message == "under version 3 n3 holds other weights than 3 engines of its kind"
 
 
 def test_others_hold_the_same_numbers_in_other_forms() -> None:
@@ -54,6 +63,8 @@ def test_it_is_told_once_and_again_in_the_next_version() -> None:
 def test_what_is_known_stays_little() -> None:
     told = Told()
     told.take("job", "n0", word("a", version=0))
+    told.take("job", "n1", word("a", version=BEHIND))
+    assert told.take("job", "n2", word("b", version=0)) is not None, "it is not so far behind"
     told.take("job", "n1", word("a", version=BEHIND + 1))
     assert told.take("job", "n2", word("b", version=0)) is None
     for n in range(2 * MOST_JOBS):

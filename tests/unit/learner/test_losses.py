@@ -242,6 +242,64 @@ def test_a_token_that_moved_beyond_the_range_gets_no_further_push(log_ratio, adv
     assert (made.high.item(), made.low.item()) == (bool(high), bool(low))
 
 
+BARE = {"loss": "ppo_clip", "replay_ratio": "token"}
+"""Truncated, not clipped."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "ratio", "advantage", "mark"),
+    [
+        ({"loss": "dppo"}, 4.0, 1, "high"),
+        ({"loss": "dppo"}, 4.0, -1, ""),
+        ({"loss": "dppo"}, 0.25, -1, "low"),
+        ({"loss": "dppo"}, 0.25, 1, ""),
+        (BARE, 2.1, -1, "high"),
+        (BARE, 1.9, 1, ""),
+        (BARE, 0.1, -1, ""),
+        ({"loss": "tis"}, 2.1, -1, "high"),
+        ({"loss": "tis"}, 1.9, 1, ""),
+        ({"loss": "tis"}, 0.1, -1, ""),
+        ({"loss": "cispo"}, 5.1, -1, "high"),
+        ({"loss": "cispo"}, 4.9, 1, ""),
+        ({"loss": "cispo"}, 0.1, -1, ""),
+        ({"loss": "icepop"}, 5.1, -1, "high"),
+        ({"loss": "icepop"}, 4.9, 1, ""),
+        ({"loss": "icepop"}, 0.49, 1, "low"),
+        ({"loss": "icepop"}, 0.51, -1, ""),
+        ({"loss": "decoupled"}, 26.0, -1, "high"),  # lag 2: half of the way is √26, over its cap
+        ({"loss": "decoupled"}, 1.7, 1, "high"),
+        ({"loss": "decoupled"}, 1.7, -1, ""),
+        ({"loss": "decoupled"}, 0.6, -1, "low"),
+        ({"loss": "m2po"}, 1.5, -1, "high"),
+        ({"loss": "m2po"}, 0.7, 1, "low"),
+        ({"loss": "m2po"}, 1.1, 1, ""),
+        ({"loss": "m2po_clip"}, 1.6, 1, "high"),
+        ({"loss": "m2po_clip"}, 1.6, -1, ""),
+        ({"loss": "m2po_clip"}, 0.6, -1, "low"),
+        ({"loss": "bapo", "bapo_target": 0.0}, 1.3, 1, "high"),
+        ({"loss": "bapo"}, 0.5, -1, "low"),
+        ({"loss": "bapo"}, 3.1, -1, "high"),  # the dual clip
+        ({"loss": "bapo"}, 2.9, -1, ""),
+        ({"loss": "gspo"}, 1.001, 1, "high"),
+        ({"loss": "gspo"}, 0.999, -1, "low"),
+        ({"loss": "gspo"}, 1.001, -1, ""),
+        ({"loss": "obrs"}, 0.4, 1, "low"),  # rejected: the draw is 0.5
+        ({"loss": "obrs"}, 0.6, -1, ""),
+        ({"loss": "obrs"}, 5.1, -1, "high"),
+    ],
+    ids=str,
+)
+def test_a_token_counts_as_held_back_on_the_side_to_which_it_has_moved(fields, ratio, advantage, mark):
+    """What `clip_share_high` and `clip_share_low` count: masked, clipped or truncated tokens."""
+    old = torch.tensor([-2.0], dtype=torch.float64)
+    new = (old + math.log(ratio)).requires_grad_()
+    column = torch.tensor([float(advantage)], dtype=torch.float64)
+    tokens = Tokens(new, old, column, torch.tensor([2]), torch.tensor([0]), draw=torch.tensor([0.5]))
+    spec = LearnerSpec.model_validate({"dppo_mask_low": 0.1, **fields})
+    made, _ = evaluated(spec, tokens)
+    assert (made.high.item(), made.low.item()) == (mark == "high", mark == "low")
+
+
 def test_dppo_lets_a_rare_token_grow_and_stops_a_frequent_one():
     # Both ratios are beyond PPO's range; 1e-4 → 3e-4 is harmless, 0.5 → 0.75 is not.
     new = torch.tensor([3e-4, 0.75], dtype=torch.float64).log().requires_grad_()

@@ -36,11 +36,13 @@ LOSSES = [{"loss": name} for name in get_args(LossName) if name not in ("obrs", 
 ]
 
 
-def pushes(spec: LearnerSpec, ratios: list[float], quantised: list[bool] | None) -> torch.Tensor:
-    """Gradient of the objective by log π_θ, of tokens with advantage 1, all of one answer."""
+def pushes(
+    spec: LearnerSpec, ratios: list[float], quantised: list[bool] | None, advantage: float = 1.0
+) -> torch.Tensor:
+    """Gradient of the objective by log π_θ, of tokens with the same advantage, all of one answer."""
     logprobs = torch.full((len(ratios),), -1.0, dtype=torch.float64, requires_grad=True)
     behaviour = -1 - torch.tensor(ratios, dtype=torch.float64).log()
-    advantages = torch.ones(len(ratios), dtype=torch.float64)
+    advantages = torch.full((len(ratios),), advantage, dtype=torch.float64)
     lag, sequence = torch.ones(len(ratios), dtype=torch.long), torch.zeros(len(ratios), dtype=torch.long)
     mark = None if quantised is None else torch.tensor(quantised)
     tokens = Tokens(logprobs, behaviour, advantages, lag, sequence, quantised=mark)
@@ -69,6 +71,18 @@ def test_weights_below_one_and_masked_tokens_stay(fields: dict[str, str]) -> Non
     plain, one_sided = pushes(spec, ratios, None), pushes(spec, ratios, [True] * 4)
     assert torch.allclose(plain[:3], one_sided[:3])
     assert one_sided[3] == (0.0 if plain[3] == 0 else pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"loss": "ppo_clip"}, {"loss": "dppo", "replay_ratio": "token"}, {"loss": "m2po", "replay_ratio": "sequence"}],
+    ids=str,
+)
+def test_a_cap_of_a_weight_that_the_loss_does_not_use_leaves_nothing_above_one(fields: dict[str, str]) -> None:
+    """Moved far up against its advantage: nothing clips or masks it, and no loss here truncates its weight."""
+    spec = LearnerSpec.model_validate({**fields, "dppo_pull": 0.0, "m2_budget": 100.0, "replay_cap": 2.0})
+    plain, one_sided = pushes(spec, [8.0], None, -1.0), pushes(spec, [8.0], [True], -1.0)
+    assert (plain.item(), one_sided.item()) == (pytest.approx(-8.0), pytest.approx(-1.0))
 
 
 def marked(groups: list[Group], mark: str | None) -> list[Group]:
