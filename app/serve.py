@@ -186,7 +186,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         for listener in sockets or () if self.started else ():
             host, port = listener.getsockname()[:2]
-            log.info("listening on %s", own_url(host, port))
+            log.info("listening on %s port %s: %s", host, port, own_url(host, port))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

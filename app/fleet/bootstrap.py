@@ -27,6 +27,11 @@ url = os.environ["ECHO2_CONTROL_URL"].rstrip("/") + "/v1/nodes/progress"
 urllib.request.urlopen(urllib.request.Request(url, json.dumps(told).encode(), head), timeout=5)
 PY
 }
+# One package comes as source only, and vLLM's kernels are compiled on the machine.
+tools() {
+  command -v cc >/dev/null && "$python" -c 'import ensurepip, os, sysconfig
+os.stat(sysconfig.get_path("include") + "/Python.h")'
+} >/dev/null 2>&1
 fail() { echo "echo2: $1" >&2; progress installing "$1"; exit 2; }
 
 progress booting ""
@@ -36,6 +41,14 @@ if command -v echo2 >/dev/null 2>&1; then
 fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
   fail "$python is missing or older than Python 3.11; set PYTHON to a newer one"
+
+if [ "${ECHO2_APT:-}" ] && ! tools; then
+  progress installing "a C compiler and Python's headers"
+  name=${python##*/}
+  export DEBIAN_FRONTEND=noninteractive
+  { timeout 300 apt-get update && timeout 600 apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends \
+    gcc libc6-dev "$name-dev" "$name-venv"; } >/dev/null 2>&1 || true
+fi
 
 if [ "$engine" = auto ]; then
   mb=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | sort -n | head -n 1) || mb=
@@ -57,7 +70,7 @@ if [ "$(cat "$home/installed" 2>/dev/null)" != "$package $exact" ]; then
   try=1
   until TMPDIR="$home/tmp" "$home/venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     ${exact:+-c "$exact"} "$package"; do
-    [ "$try" -lt 4 ] || fail "pip can't install $package"
+    [ "$try" -lt 4 ] || fail "pip can't install $package$(tools || echo '; no C compiler or Python.h: gcc python3-dev')"
     sleep $((try * ${ECHO2_RETRY_S:-10}))
     try=$((try + 1))
   done
@@ -76,7 +89,8 @@ def onstart(package: str) -> str:
 
     It tells how far it is meanwhile, and takes exact versions from `GET /v1/agent/constraints`.
     """
-    lines = [line for line in _SCRIPT.splitlines() if not line.lstrip().startswith("#")]
+    # Without what only a reader needs: vast.ai takes 4,096 characters.
+    lines = [line.strip() for line in _SCRIPT.splitlines() if not line.lstrip().startswith("#")]
     return "\n".join([f"export ECHO2_AGENT_PACKAGE={shell_quote(package)}", *lines, ""])
 
 
@@ -90,7 +104,7 @@ def environment(
     """Environment of the machine. `hf_endpoint`: a mirror of the Hugging Face Hub."""
     told = {"ECHO2_CONTROL_URL": control_url, "ECHO2_JOIN_TOKEN": join_token, "ECHO2_ENGINE": engine}
     told |= {"ECHO2_HF_ENDPOINT": hf_endpoint} if hf_endpoint is not None else {}
-    return told if provider in OWN_MACHINES else {**told, "ECHO2_TUNE_NETWORK": "1"}
+    return told if provider in OWN_MACHINES else {**told, "ECHO2_APT": "1", "ECHO2_TUNE_NETWORK": "1"}
 
 
 def shell_quote(text: str) -> str:

@@ -9,6 +9,8 @@
 #   ECHO2_AGENT_CONSTRAINTS  file or URL of exact versions; default the control service's; empty: none
 #   ECHO2_ENGINE             transformers, vllm, or auto: vllm if there is a GPU that is large enough
 #   ECHO2_HOME               where to install; default ~/echo2
+#   ECHO2_APT                1: where a C compiler, Python's headers or venv are missing, install them with apt-get (needs root);
+#                            the control service sets it on machines that it rents, not on those that are its user's own
 #   PYTHON, ECHO2_RETRY_S    default python3; seconds before the first repetition of what failed, default 10
 set -eu
 : "${ECHO2_CONTROL_URL:?set it to the address of the control service}"
@@ -29,6 +31,11 @@ url = os.environ["ECHO2_CONTROL_URL"].rstrip("/") + "/v1/nodes/progress"
 urllib.request.urlopen(urllib.request.Request(url, json.dumps(told).encode(), head), timeout=5)
 PY
 }
+# One package comes as source only, and vLLM's kernels are compiled on the machine.
+tools() {
+  command -v cc >/dev/null && "$python" -c 'import ensurepip, os, sysconfig
+os.stat(sysconfig.get_path("include") + "/Python.h")'
+} >/dev/null 2>&1
 fail() { echo "echo2: $1" >&2; progress installing "$1"; exit 2; }
 
 progress booting ""
@@ -38,6 +45,14 @@ if command -v echo2 >/dev/null 2>&1; then
 fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
   fail "$python is missing or older than Python 3.11; set PYTHON to a newer one"
+
+if [ "${ECHO2_APT:-}" ] && ! tools; then
+  progress installing "a C compiler and Python's headers"
+  name=${python##*/}
+  export DEBIAN_FRONTEND=noninteractive
+  { timeout 300 apt-get update && timeout 600 apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends \
+    gcc libc6-dev "$name-dev" "$name-venv"; } >/dev/null 2>&1 || true
+fi
 
 if [ "$engine" = auto ]; then
   mb=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | sort -n | head -n 1) || mb=
@@ -59,7 +74,7 @@ if [ "$(cat "$home/installed" 2>/dev/null)" != "$package $exact" ]; then
   try=1
   until TMPDIR="$home/tmp" "$home/venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     ${exact:+-c "$exact"} "$package"; do
-    [ "$try" -lt 4 ] || fail "pip can't install $package"
+    [ "$try" -lt 4 ] || fail "pip can't install $package$(tools || echo '; no C compiler or Python.h: gcc python3-dev')"
     sleep $((try * ${ECHO2_RETRY_S:-10}))
     try=$((try + 1))
   done

@@ -6,6 +6,7 @@ import configparser
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from typing import Any, cast
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from app.fleet.bootstrap import onstart
+from app.fleet.bootstrap import environment, onstart
 from app.fleet.pins import closure, pins
 from app.settings import Settings
 from providers.vastai.payload import MAX_ONSTART
@@ -44,6 +45,10 @@ def test_dockerfiles_copy_what_is_there_and_install_what_exists(dockerfile: Path
     assert extras
     assert {name for group in extras for name in group.split(",")} <= set(known)
     assert set(re.findall(r"ECHO2_[A-Z_]+(?==)", text)) <= VARIABLES
+    steps = re.findall(r"^RUN (.+)$", text, re.MULTILINE)
+    compiler = next(i for i, step in enumerate(steps) if re.search(r"apt-get install .*\b(gcc|g\+\+)", step))
+    installs = next(i for i, step in enumerate(steps) if "pip install" in step)
+    assert compiler < installs, "slim bases have no compiler, and one package comes as source only"
     assert re.search(r'^CMD \["echo2", "(agent|serve)"\]$', text, re.MULTILINE)
 
 
@@ -154,7 +159,7 @@ fi
 
 
 def lines_of(script: str) -> list[str]:
-    return [line for line in script.splitlines() if line and not line.lstrip().startswith("#")]
+    return [line.strip() for line in script.splitlines() if line and not line.lstrip().startswith("#")]
 
 
 def test_rented_machines_run_this_very_script() -> None:
@@ -265,6 +270,54 @@ def test_bootstrap_that_can_t_install_says_so_to_both_sides(tmp_path: Path) -> N
         old = bootstrap(tmp_path, server, "absent", PYTHON="/bin/false")
         assert old.returncode == 2
         assert "older than Python 3.11" in old.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiler", "installed", "hint"),
+    [
+        ("1", False, "gcc libc6-dev python3.13-dev python3.13-venv", ""),
+        ("", False, "", "; no C compiler or Python.h: gcc python3-dev"),
+        ("1", True, "", ""),
+    ],
+    ids=["a rented machine without one", "one's own machine without one", "a machine with one"],
+)
+def test_a_machine_without_a_compiler_gets_one_if_it_is_rented(
+    tmp_path: Path, asked: str, compiler: bool, installed: str, hint: str
+) -> None:
+    """As in slim images: a package that comes as source could not be built, nor vLLM's kernels."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    apt = tmp_path / "apt"
+    commands = {
+        "python3.13": '#!/bin/sh\ncase "$2" in pip) exit 1;; esac\n',
+        "apt-get": f'#!/bin/sh\necho "$DEBIAN_FRONTEND $*" >> {apt}\n[ "$1" = update ] || cp "$0" {tools}/cc\n',
+    }
+    for name in ("cat", "cp", "cut", "dirname", "du", "env", "mkdir", "sed", "sh", "sleep", "sort", "timeout", "rm"):
+        (tools / name).symlink_to(cast(str, shutil.which(name)))
+    for name, text in {**commands, **({"cc": "#!/bin/sh\n"} if compiler else {})}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    env = {
+        "PATH": str(tools), "HOME": str(tmp_path), "PYTHON": "python3.13", "ECHO2_JOIN_TOKEN": "jt_x",
+        "ECHO2_CONTROL_URL": "http://127.0.0.1:1", "ECHO2_RETRY_S": "0", "ECHO2_APT": asked,
+    }  # fmt: skip
+    ran = subprocess.run(["sh", str(BOOTSTRAP)], env=env, capture_output=True, text=True, timeout=20)
+    calls = apt.read_text().splitlines() if apt.exists() else []
+    assert [call.partition("--no-install-recommends ")[2] for call in calls if "install -y" in call] == (
+        [installed] if installed else []
+    )
+    assert all(call.startswith("noninteractive ") for call in calls)
+    assert f"pip can't install echo2[agent]{hint}\n" in ran.stderr
+
+
+def test_nothing_is_installed_on_machines_that_are_the_user_s_own() -> None:
+    told = {
+        provider: environment(control_url="https://x", join_token="jt", engine="vllm", provider=provider)
+        for provider in ("vastai", "runpod", "ec2", "gcp", "static", "marketplace")
+    }
+    assert {provider for provider, variables in told.items() if "ECHO2_APT" in variables} == {
+        "vastai", "runpod", "ec2", "gcp"
+    }  # fmt: skip
 
 
 def test_bootstrap_repairs_a_venv_that_was_left_half_made(tmp_path: Path) -> None:
