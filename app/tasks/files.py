@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -123,7 +124,12 @@ class TaskIntake:
         path = (top / source).resolve()
         if not path.is_relative_to(top):
             raise _wrong(role, f"{source[:200]!r} leads out of ECHO2_TASK_DIR")
-        if not path.is_file():
+        try:
+            # Not `is_file`, which from Python 3.13 on hides that a link leads to itself.
+            regular = stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            regular = False
+        if not regular:
             raise _wrong(role, f"there is no file {source[:200]!r} in ECHO2_TASK_DIR")
         return path
 
