@@ -38,7 +38,7 @@ class Running:
     least: int = 0
     """Its price at the bare floor of its bid, without a margin; 0 where nothing is asked for."""
     known: bool = True
-    """`candidate.usual` rests on as long a look as it averages over."""
+    """`candidate.usual` rests on as long a look as it averages over; till then a swing can't be told from a rise."""
     ending: str = ""
     """Why it will be over soon, whatever is paid; empty if it will not."""
 
@@ -224,7 +224,7 @@ def _surplus(running: Sequence[Running], planned: float, target: float, policy: 
 def _swap(running: Sequence[Running], market: Sequence[Candidate], free: int, policy: Policy) -> Decision:
     """One dear machine for cheaper ones that do as much, if that pays."""
     for r in sorted((r for r in running if r.ready and r.age_s >= policy.min_life_s), key=lambda r: -r.candidate.rho):
-        share = policy.min_saving if r.age_s >= policy.settle_s else policy.early_saving
+        share = policy.min_saving if r.known and r.age_s >= policy.settle_s else policy.early_saving
         cover = _replacement(r.candidate, market, max(1, free), share)
         if not cover:
             continue

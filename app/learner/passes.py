@@ -100,6 +100,7 @@ class Passes:
             tokens, used = self._tokens(rows or [_NOTHING]), slice(None if rows else 0)
             ratios.append(log_ratio(tokens.logprobs, tokens.behaviour)[used])
             advantages.append(tokens.advantages[used])
+            self._laps.lap("forward")
         own, ranks = torch.cat(ratios), self._ranks
         limits = whole_step(spec, ranks.joined(own), ranks.joined(torch.cat(advantages)))
         if limits.keep is None:

@@ -216,6 +216,10 @@ class Wire:
         if size is not None and not (size.isascii() and size.isdigit() and len(size) <= 10):
             raise IntegrityError(f"a document of {size[:20]!r} bytes")
         due = MAX_DOCUMENT_BYTES + 1 if size is None else int(size)
+        too_long = f"the manifest is longer than {MAX_DOCUMENT_BYTES} bytes"
+        if size is not None and due > MAX_DOCUMENT_BYTES:
+            # Before it is read: ten digits are more than there is memory.
+            raise IntegrityError(too_long)
         document = bytearray()
         while len(document) < due:
             piece = bytearray(min(64 * 1024, due - len(document)))
@@ -224,7 +228,7 @@ class Wire:
             if got < len(piece):
                 break
         if len(document) > MAX_DOCUMENT_BYTES:
-            raise IntegrityError(f"the manifest is longer than {MAX_DOCUMENT_BYTES} bytes")
+            raise IntegrityError(too_long)
         if size is not None and len(document) < due:
             raise Lost("the manifest is cut off")
         return bytes(document)

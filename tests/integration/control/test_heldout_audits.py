@@ -169,6 +169,7 @@ async def test_greedy_answers_say_nothing_of_drift_or_of_how_a_node_draws(contro
     await tell(learner, *(a for a in good(node, refs, **odd) if a["work_item"] in greedy))
     row = await control.node_row(node.id)
     assert (row.audit_drift, row.audit_surprise, row.audit_rms) == (0.0, 0.0, None)
+    assert (row.audit_excess, row.audit_variance, row.audit_spread, row.audit_jump) == (0.0, 0.0, 0.0, 0.0)
     assert row.quarantined_at is None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import select
 
-from app.fleet.watchdog import judge
+from app.fleet.watchdog import Watchdog, judge
+from app.storage.models import Job
 from tests.integration.control.fake_provider import FakeProvider
 from tests.integration.control.rig import Learner, World
 
@@ -205,6 +207,42 @@ async def test_standstill_is_told_with_what_each_part_does_and_ends_the_job_at_l
     job = await control.job(job_id)
     assert job["status"] == "draining"
     assert "no step for" in job["status_reason"]
+
+
+async def test_a_standstill_is_told_once_a_step_and_counts_from_whatever_moved_last(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    learner, (node,) = await control.running(job_id)
+    core = control.svc.core
+    watchdog = Watchdog(core)
+
+    async def look(seconds: float, **changed: object) -> tuple[str, int]:
+        """Why the job has to fail, and how often somebody was told so far."""
+        control.clock.advance(seconds)
+        async with core.db.write() as session:
+            job = (await session.scalars(select(Job).where(Job.id == job_id))).one()
+            for name, value in changed.items():
+                setattr(job, name, value)
+            why = await watchdog.check(session, job)
+        return why or "", (await control.kinds(job_id)).count("no_progress")
+
+    await learner.train(await node.produce(2))
+    assert await look(299) == ("", 0)
+    assert await look(2) == ("", 1)
+    assert await look(10) == ("", 1), "once"
+    await learner.train(await node.produce(2))
+    assert await look(290) == ("", 1), "it has moved"
+    assert await look(11) == ("", 2)
+    last = (await control.events(job_id))[-1].message
+    assert last.startswith("no step for 301 s; learner waiting, heard from 301 s ago; ")
+    assert last.endswith("nodes: 1 active; work items: 4 trained")
+    core.held[job_id] = "a cap"
+    assert await look(4000) == ("", 2), "it waits for money, and does not fail"
+    del core.held[job_id]
+    assert (await look(1))[0].startswith("no step for 4302 s")
+    core.started_at = control.clock()
+    assert await look(200) == ("", 2), "nobody could work while the service was down"
+    assert await look(9000, status="paused") == ("", 2)
+    assert await look(0, status="running", status_since=control.clock()) == ("", 2), "it was paused until now"
 
 
 @pytest.mark.parametrize(

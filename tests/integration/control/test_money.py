@@ -111,6 +111,42 @@ async def test_tiny_budget_fails_the_job_without_renting(control: World, provide
     assert job["cost"]["spent_usd"] == "0.000000"
 
 
+async def test_a_budget_that_pays_for_one_machine_rents_one_and_says_so_once(
+    control: World, provider: FakeProvider
+) -> None:
+    job_id = await control.create(budget_usd="0.03")
+    learner = await control.ready_learner(job_id, nodes=2)
+    for _ in range(3):
+        await control.round(1)
+        await learner.beat()
+    assert provider.live_machines() == ["m1"]
+    (told,) = [e for e in await control.events(job_id) if e.kind == "budget_holds"]
+    assert told.message.startswith("renting stops: $0.019")
+    assert "of the budget are not committed, too little for RTX 4090 at $0.41" in told.message
+    await control.http.patch(f"/v1/jobs/{job_id}", json={"budget_usd": "5"})
+    await control.rounds(3, 10, learner)
+    assert provider.live_machines() == ["m1", "m2"]
+
+
+async def test_a_job_that_has_trained_and_can_t_pay_another_machine_has_used_its_budget_up(
+    control: World, provider: FakeProvider
+) -> None:
+    job_id = await control.create(budget_usd="0.03", stop={"steps": 50})
+    learner, (node,) = await control.running(job_id)
+    await learner.train(await node.produce(2))
+    await control.rounds(13, 10, node, learner)
+    assert (await control.job(job_id))["status"] == "running"
+    provider.fail("1")
+    await control.rounds(3, 10, learner)
+    assert learner.command == "finish", "what was trained is saved"
+    await learner.done("finished")
+    await control.rounds(2, 10)
+    job = await control.job(job_id)
+    assert job["status"] == "budget_exhausted"
+    assert job["status_reason"].startswith("the budget can't pay a node: $0.01")
+    assert provider.creates.total() == 1
+
+
 class Run:
     """A job on simulated time until its end, its promise checked at every round."""
 

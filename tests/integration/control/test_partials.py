@@ -86,7 +86,11 @@ async def test_a_begun_group_goes_first_to_another_node_with_what_there_is_of_it
     assert {n: list(w) for ref in refs for n, w in ref.written_by.items()} == {i.id: [one.id] for i in items}
     assert refs[0].node_id == two.id
     assert not _there(control, partial.key)
-    assert "groups_handed_back" in await control.kinds(job_id)
+    (told,) = [e for e in await control.events(job_id) if e.kind == "groups_handed_back"]
+    assert told.message == "2 groups with 2 tokens wait for a node that goes on with them"
+    gone = await control.node_row(one.id)
+    assert (gone.drain, gone.state_since) == (True, control.clock()), "its time to end begins now"
+    assert "its node has handed its work over" in {x.reason for x in await control.leases() if x.id == gone.lease_id}
 
 
 async def test_the_object_stays_until_the_last_of_its_groups_is_done(control: World) -> None:

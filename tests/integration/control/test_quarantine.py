@@ -60,6 +60,18 @@ async def test_audits_that_pass_are_counted_shown_and_told_to_the_next_learner(c
     assert f'echo2_audits_total{{job="{job_id}",verdict="passed"}} 2.0' in (await control.http.get("/metrics")).text
 
 
+@pytest.mark.parametrize("spot", [False, True])
+async def test_the_learner_is_told_whether_a_machine_may_be_taken_away(
+    control: World, provider: FakeProvider, spot: bool
+) -> None:
+    """Of those twice as much is computed again."""
+    provider.spot = spot
+    job_id = await control.create(fleet={"interruptible": spot})
+    learner, (node,) = await control.running(job_id)
+    await node.produce(1)
+    assert [ref.interruptible for ref in await learner.poll()] == [spot]
+
+
 @BOTH
 async def test_a_failed_audit_takes_the_node_out_and_gives_its_untrained_work_to_others(control: World) -> None:
     job_id = await control.create()
@@ -69,6 +81,7 @@ async def test_a_failed_audit_takes_the_node_out_and_gives_its_untrained_work_to
     leased, _ = await liar.work(1)
     await learner.train([trained])
     before = (await control.job(job_id))["status"], await control.node_row(liar.id)
+    accepted = (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]["rollouts_accepted"]
     answer = await tell(learner, audit(liar, lies[1], **WRONG), audit(other, honest))
     assert sorted(answer.withdrawn) == sorted(lies[1:])
     assert answer.quarantined == [liar.id]
@@ -81,6 +94,8 @@ async def test_a_failed_audit_takes_the_node_out_and_gives_its_untrained_work_to
     assert (row.state, row.drain, row.quarantined_at) == (NodeState.LOST, True, control.clock())
     assert row.reason == f"quarantined: reward: a reward is 1 off (work item {lies[1]})"
     assert row.rollouts_accepted == before[1].rollouts_accepted - 2 * GROUP
+    totals = (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]
+    assert totals["rollouts_accepted"] == accepted - 2 * GROUP, "they are not counted twice once others did them"
     lease = next(x for x in await control.leases() if x.id == row.lease_id)
     assert (lease.state, lease.reason) == ("releasing", row.reason)
     (event,) = [e for e in await control.events(job_id) if e.kind == "node_quarantined"]
@@ -171,6 +186,7 @@ async def test_what_a_liar_began_nobody_goes_on_with(control: World) -> None:
     assert (await control.items(job_id))[1].partial_node == liar.id
     await tell(learner, audit(liar, done, **WRONG))
     assert (await control.items(job_id))[1].partial_key is None
+    assert control.svc.core.objects.head(body["key"]) is None
     got = [*(await other.work(1))[0], *(await other.work(1))[0]]
     assert {i.id for i in got} == {done, items[0].id}
     assert all(i.partial is None for i in got)
@@ -188,6 +204,26 @@ async def _begin(node: Node_, items: Sequence[WorkItem], tokens: int) -> None:
 
 async def _upload(node: Node_, slot: dict[str, Any], data: bytes) -> httpx.Response:
     return await node.world.http.put(slot["url"], content=data, headers=slot["headers"])
+
+
+async def test_what_another_node_finished_of_a_liars_beginnings_stays_and_is_looked_at_by_itself(
+    control: World,
+) -> None:
+    job_id = await control.create()
+    learner, (liar, other) = await control.running(job_id, nodes=2)
+    done = (await liar.produce(1))[0]
+    items, _ = await liar.work(1)
+    await _begin(liar, items, 1)
+    got, slot = await other.work(1)
+    assert slot is not None
+    # Its first sample goes on from the beginning.
+    data = encode(other.rollouts(got, completion_ids=[4, 5], logprobs=[-0.1, -0.2]))
+    await other.put(slot, data)
+    assert (await other.commit(slot, data, [got[0].id])).json()["accepted"] == [items[0].id]
+    answer = await tell(learner, audit(liar, done, **WRONG))
+    assert answer.withdrawn == [done]
+    (row,) = [i for i in await control.items(job_id) if i.id == items[0].id]
+    assert (row.status, row.node_id, row.written_by) == ("accepted", other.id, [liar.id])
 
 
 @pytest.mark.parametrize("leased", [False, True])

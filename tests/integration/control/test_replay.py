@@ -42,6 +42,8 @@ async def test_steps_after_the_checkpoint_come_with_their_groups_in_order(contro
     assert replay == [(2, batches[1]), (3, batches[2]), (4, batches[3])]
     back = [g for ref in await heir.poll() for g in ref.work_items]
     assert sorted(back) == sorted(batches[1] + batches[2] + batches[3])
+    assert [s["step"] for s in (await control.get(f"/v1/jobs/{job_id}/steps"))["items"]] == [1]
+    assert (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]["rollouts_trained"] == 2 * GROUP
 
 
 async def test_a_checkpoint_of_steps_that_are_not_on_record_is_refused_at_once(control: World) -> None:

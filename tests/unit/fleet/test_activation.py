@@ -44,8 +44,8 @@ def test_booting_machines_count_as_capacity() -> None:
 
 
 def test_the_last_bit_of_a_sum_rents_nobody() -> None:
-    running = [lease(str(i), 100, 0.1) for i in range(10)]
-    assert sum(r.candidate.mu for r in running) < 1.0, "0.1 ten times is less than 1 in floats"
+    running = [lease(str(i), 100, math.nextafter(0.1, 0)) for i in range(10)]
+    assert sum(r.candidate.mu for r in running) < 1.0
     assert decide(running, [offer("b", 100, 0.1)], 1.0, 20, POLICY) == Decision()
 
 

@@ -221,6 +221,8 @@ def test_a_step_is_expected_to_consume_what_all_of_the_newest_did(recent: list[i
         (0.0, 64, 1.0, 3, 0, 1),
         (1000.0, 2, None, 3, 0, 2),  # two groups even of small batches
         (1000.0, 1, None, 1, 0, 1),  # half of what admission lets be ahead
+        (1000.0, 1, None, 2, 0, 1),
+        (1000.0, 1, None, 3, 0, 2),
     ],
 )
 def test_what_a_node_may_hold_whose_speed_nobody_knows(

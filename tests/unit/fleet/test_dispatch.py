@@ -170,8 +170,8 @@ def test_a_group_is_overtaken_at_most_by_those_of_the_window(
 @pytest.mark.parametrize(
     ("mean", "tries", "job", "expected"),
     [
-        (None, 0, None, None), (None, 0, 50.0, 50.0), (100.0, 0, 50.0, 50.0), (100.0, 8, None, 100.0), (100.0, 8, 50.0, 75.0),
-        (100.0, 64, 10.0, 90.0), (100.0, 10_000, 10.0, 90.0),
+        (None, 0, None, None), (None, 0, 50.0, 50.0), (100.0, 0, 50.0, 50.0), (100.0, 8, None, 100.0),
+        (100.0, 8, 50.0, 75.0), (100.0, 64, 10.0, 90.0), (100.0, 10_000, 10.0, 90.0),
     ],
 )  # fmt: skip
 def test_lengths_are_drawn_to_the_jobs_mean(

@@ -56,6 +56,7 @@ def test_the_fastest_stretch_outlasts_a_slow_one_but_not_a_single_step() -> None
     assert fastest_step(slow + fast) == pytest.approx(1.0)
     assert fastest_step([1.5] * 12 + [0.2] + [1.5] * 12) == pytest.approx(1.5)
     assert fastest_step([2.0, 3.0]) == pytest.approx(2.5), "there are no more yet"
+    assert fastest_step([2.0] * 9 + [1.0] * 9 + [0.1] * 2) == pytest.approx(1.0), "two steps are no stretch"
 
 
 @given(load=LOADS, bandwidth=st.floats(10, 1e4), tflops=st.floats(1, 5000), more=st.floats(1, 10))
@@ -122,9 +123,7 @@ def test_weight_is_a_share_and_grows_with_the_sample(a: float, b: float) -> None
     assert 0 < weight(min(a, b)) <= weight(max(a, b)) <= 1
 
 
-@pytest.mark.parametrize(
-    ("seconds", "share"), [(0.0, 0.02), (0.2, 0.02), (0.5, 0.05), (1.0, 0.1), (60.0, 0.1)]
-)
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 0.02), (0.2, 0.02), (0.5, 0.05), (1.0, 0.1), (60.0, 0.1)])
 def test_a_new_value_counts_for_two_to_ten_percent(seconds: float, share: float) -> None:
     assert weight(seconds) == pytest.approx(share)
 
@@ -135,6 +134,7 @@ def test_a_new_value_counts_for_two_to_ten_percent(seconds: float, share: float)
         ([3.0], 3.0),
         ([1.0, 1.0, 30.0], 1.0),  # a first step with its warm-up
         ([1800.0, 1800.0, 9000.0, 1800.0, 1790.0], 1800.0),  # one that was held up
+        ([1.0, 1.0, 1.0, 10.0, 30.0], 4.6),  # the longest counts as the second longest, and no less
         ([1.0] * 9 + [3.0] * 30, 1.0),  # a change that lasts
         ([1.0, 1.0, 4.0] * 10, 2.0),  # one in three is longer, and counts as often
         ([4.0, 1.0, 1.0] * 10, 2.0),

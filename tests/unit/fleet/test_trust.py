@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from app.fleet.trust import FEW, MOST_Z, STRANGE, Standing, after, guilt, hopeless
+from app.fleet.trust import MOST_Z, Standing, after, guilt, hopeless
 from app.protocol.audits import Audit
 
 BOUND = 0.03
@@ -54,12 +54,12 @@ def test_single_outliers_wear_off(good: int, at: int | None):
 
 
 def test_few_tokens_and_unclear_ones_say_nothing_of_drift():
-    assert convicted(*[audit(rms=9.0, tokens=FEW - 1)] * 100)[0] is None
+    assert convicted(*[audit(rms=9.0, tokens=7)] * 100)[0] is None
     assert convicted(*[audit(rms=9.0, verdict="unclear", fault="logprobs")] * 100)[0] is None
 
 
 def test_so_many_tokens_as_are_enough_say_something_of_drift():
-    assert convicted(*[audit(rms=9.0, tokens=FEW, verdict="suspect")] * 100)[0] == 3
+    assert convicted(*[audit(rms=9.0, tokens=8, verdict="suspect")] * 100)[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ def test_what_is_shown_of_a_node_follows_its_audits():
     assert standing.rms == pytest.approx(0.012)
     assert standing.kl == pytest.approx(1.2e-4)
     assert (standing.audits, standing.passed, standing.failures) == (2, 2, 0)
+    assert standing.drift == 0.0, "good audits are not saved up against bad ones"
     failed = after(after(standing, audit(verdict="suspect"), BOUND), audit(verdict="failed"), BOUND)
     assert (failed.audits, failed.passed, failed.failures) == (4, 2, 2)
     silent = after(standing, audit(tokens=0, verdict="unclear"), BOUND)
@@ -138,7 +139,7 @@ def test_what_is_shown_of_a_node_follows_its_audits():
 
 
 @pytest.mark.parametrize(
-    ("convicted", "passed", "expected"), [(0, 0, False), (STRANGE - 1, 0, False), (STRANGE, 0, True), (50, 1, False)]
+    ("convicted", "passed", "expected"), [(0, 0, False), (4, 0, False), (5, 0, True), (50, 1, False)]
 )
 def test_a_job_in_which_everybody_lies_is_at_fault_itself(convicted: int, passed: int, expected: bool):
     assert hopeless(convicted, passed) is expected

@@ -80,10 +80,20 @@ def test_calm_steps_raise_s_by_one_up_to_the_bound():
     for number in range(1, 100):
         state, move = look(state, CALM, bound=4)
         moves += [(number, move.staleness, move.publish_period)] if move else []
-    assert moves == [(GROW_EVERY, 3, 2), (2 * GROW_EVERY, 4, 3)]
+    assert moves == [(10, 3, 2), (20, 4, 3)]
 
 
-@pytest.mark.parametrize("sign", [{"ess": 0.7}, {"mismatch_kl": 0.016}, {"cosine": 0.6}])
+def test_a_bad_step_that_can_not_lower_s_begins_the_calm_anew():
+    state = State(1)
+    for number in range(1, 30):
+        state, move = look(state, changed(ess=0.1) if number == 7 else CALM, bound=4)
+        if move:
+            assert (number, move.staleness) == (17, 2)
+            return
+    pytest.fail("S never rose")
+
+
+@pytest.mark.parametrize("sign", [{"ess": 0.7}, {"mismatch_kl": 0.016}, {"cosine": 0.5}])
 def test_a_sign_near_its_limit_holds_s_where_it_is(sign):
     seen, state = changed(**sign), State(2)
     assert not trouble(seen, (), Limits())
@@ -105,6 +115,20 @@ def test_a_falling_reward_lowers_s_and_noise_does_not():
         found += [move] if move else []
     assert found[0].staleness == 5
     assert "reward fell" in found[0].reason
+
+
+@pytest.mark.parametrize(("errors", "falls"), [(2.7, False), (3.3, True), (-3.3, False)])
+def test_the_mean_of_ten_rewards_has_to_fall_by_more_than_three_standard_errors(errors: float, falls: bool):
+    """Rewards of 0.5 ± 0.01 ten times, then of so much less; each mean has a variance of 0.01² / 9."""
+    error = math.sqrt(2 * 0.01**2 / 9)
+    rewards = [0.5 + 0.01 * (-1) ** i - (errors * error if i >= 10 else 0.0) for i in range(20)]
+    state, moves = State(6), []
+    for reward in rewards:
+        # Too little calm for a rise: that would forget the rewards.
+        state, move = look(state, changed(reward=reward, ess=0.7, oldest=6), bound=6)
+        moves.append(move)
+    assert moves[:19] == [None] * 19
+    assert (moves[19] is not None) is falls
 
 
 def test_a_lower_bound_holds_at_once():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from app.learner.buffer import ReplayBuffer, admissible, lag_histogram
+from app.learner.buffer import REMEMBERED, ReplayBuffer, admissible, lag_histogram
 from tests.unit.learner.samples import group
 
 
@@ -86,10 +87,52 @@ def test_a_work_item_enters_once_whatever_became_of_it():
 def test_wait_ends_when_the_last_group_arrives_and_at_its_timeout():
     buffer = ReplayBuffer()
     assert not buffer.wait(0, 1, 1, timeout_s=0.01)
-    feeder = threading.Timer(0.05, lambda: buffer.add(group("a")))
-    feeder.start()
-    assert buffer.wait(0, 1, 1, timeout_s=10)
-    feeder.join(5)
+    assert ends_a_wait(buffer, lambda: buffer.add(group("a")))
+
+
+def ends_a_wait(buffer: ReplayBuffer, change: Callable[[], object], prompts: int = 1) -> bool:
+    """Whether who waits for a batch goes on at once when this happens."""
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(buffer.wait(0, 3, prompts, timeout_s=20)), daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    change()
+    waiting.join(5)
+    return found == [True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda buffer: buffer.reject("b", "invalid"),
+        lambda buffer: buffer.discard("b"),
+        lambda buffer: buffer.withdraw(["b"], []),
+    ],
+)
+def test_who_waits_for_a_step_to_be_made_again_goes_on_as_soon_as_it_can_not_be(
+    change: Callable[[ReplayBuffer], None], caplog: pytest.LogCaptureFixture
+):
+    buffer = ReplayBuffer()
+    buffer.plan({1: ["a", "b"]})
+    for name in ("a", "x", "y"):
+        buffer.add(group(name))
+    assert ends_a_wait(buffer, lambda: change(buffer), prompts=3)
+    assert "can't be made again from the same groups" in caplog.text
+
+
+def test_who_waits_goes_on_when_what_was_set_aside_is_put_back():
+    buffer = ReplayBuffer()
+    buffer.add(_of("n", "a"))
+    aside = buffer.set_aside(["n"])
+    assert ends_a_wait(buffer, lambda: buffer.put_back(aside))
+
+
+def test_so_many_work_items_are_remembered_and_the_oldest_are_forgotten():
+    buffer = ReplayBuffer()
+    buffer.note(f"w{i}" for i in range(REMEMBERED + 1))
+    assert not buffer.add(group("w1"))
+    assert buffer.add(group("w0"))
 
 
 def test_lags_count_rollouts():
@@ -157,3 +200,14 @@ def test_a_step_that_was_to_be_made_again_from_what_is_withdrawn_is_made_from_ot
         buffer.add(_of("m", name))
     assert not buffer.ready(0, 3, 5)
     assert [g.work_item for g in buffer.take(0, 3, 3)[0]] == ["b", "c", "d"]
+
+
+def test_all_that_a_withdrawn_node_ever_brought_is_welcome_again_and_the_rest_of_a_plan_stays():
+    buffer = ReplayBuffer()
+    for name in ("trained", "here"):
+        buffer.add(_of("n", name))
+    buffer.plan({1: ["trained"], 2: ["later"]})
+    buffer.take(0, 3, 1)
+    buffer.withdraw((), ["n"])
+    assert [buffer.add(_of("m", name)) for name in ("trained", "here")] == [True, True]
+    assert buffer.replays(1), "none of what it is to be made from is withdrawn"

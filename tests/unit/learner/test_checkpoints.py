@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,18 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, name: str, damage: str):
         data[len(data) // 2] ^= 0xFF
         path.write_bytes(data)
     assert found(tmp_path) == 1
+
+
+def test_a_step_may_be_damaged_again_after_it_was_set_aside(tmp_path: Path):
+    """It came back from the object store, and was no better."""
+    root = tmp_path / "a job of its own" / "checkpoints"
+    save(root, checkpoint(1))
+    for _ in range(2):
+        torn = save(tmp_path / "elsewhere", checkpoint(2))
+        (torn / "state.json").write_bytes(b"{}")
+        shutil.copytree(torn, root / torn.name)
+        assert found(root) == 1
+        assert steps_on_disk(root) == [1]
 
 
 def test_all_damaged_is_an_error(tmp_path: Path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from app.learner.parallel.ranks import Alone, Op
 from app.learner.tiny import tiny_model
 from app.protocol.errors import TaskFailed
 from app.tasks.base import Prompt, Reply
+from app.tasks.prompts import encode_prompt
+from app.tasks.scoring import reply_of
 from tests.unit.learner.samples import job
 
 CACHE = Path(__file__).parents[3] / ".echo2" / "test-cache"
@@ -95,6 +99,108 @@ def test_an_episode_whose_environment_fails_is_left_out_and_so_is_a_prompt_that_
     assert 3 not in task.heard
     # Who hadn't come to a second turn is scored all the same.
     assert all(len(task.heard[i]) < 3 for i in task.heard if i < 8)
+
+
+class Curt(torch.nn.Module):
+    """Ends each turn at once, with a single token."""
+
+    def __init__(self, tiny: LoadedModel) -> None:
+        super().__init__()
+        self.config, self.generation_config = tiny.model.config, tiny.model.generation_config
+        self.device, self.end = torch.device("cpu"), tiny.tokenizer.eos_token_id
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: object = None, **given: object) -> SimpleNamespace:
+        logits = torch.zeros(len(input_ids), 1, self.config.vocab_size)
+        logits[:, :, self.end] = 100.0
+        return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize("most", range(1, 13))
+def test_a_reply_is_heard_only_if_one_token_more_fits_after_it(tiny: LoadedModel, most: int):
+    task, spec = Talk(99), job(sampling={"max_tokens": most}, learner={"eval_prompts": 1})
+    used = turns = 0
+    while used < most:
+        used, turns = used + 1, turns + 1
+        reply = reply_of(task, task.heldout(0), tiny.tokenizer, [tiny.tokenizer.eos_token_id], [True])
+        assert reply is not None
+        used += len(reply)
+    assert Evaluator(Curt(tiny), tiny.tokenizer, task, spec).run() == turns
+
+
+class Wordy(Curt):
+    """Turns of one and of four tokens in turn; on every second prompt all of four."""
+
+    def __init__(self, tiny: LoadedModel, task: Talk) -> None:
+        super().__init__(tiny)
+        self.wordy = [encode_prompt(tiny.tokenizer, task.heldout(i)) for i in range(1, task.heldout_size, 2)]
+        self.filler, self.turn, self.step = tiny.tokenizer("a")["input_ids"][0], 0, 0
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: object = None, **given: object) -> SimpleNamespace:
+        if input_ids.shape[1] > 1:
+            self.turn, self.step = self.turn + 1, 0
+            long = [self.turn % 2 == 0 or self._second(row) for row in input_ids.tolist()]
+            self.sizes = torch.tensor([4 if one else 1 for one in long])
+        self.step += 1
+        logits = torch.zeros(len(input_ids), 1, self.config.vocab_size)
+        logits[:, :, self.filler] = 50.0
+        logits[self.step >= self.sizes, :, self.end] = 100.0
+        return SimpleNamespace(logits=logits)
+
+    def _second(self, row: list[int]) -> bool:
+        return any(row[i : i + len(ids)] == ids for ids in self.wordy for i in range(len(row)))
+
+
+class Heard(Talk):
+    """Notes how often it was asked for a reply."""
+
+    def __init__(self) -> None:
+        super().__init__(99)
+        self.asked = [0] * 16
+
+    def respond(self, prompt: Prompt, turns: Sequence[str]) -> Reply | None:
+        self.asked[prompt.index] += 1
+        return super().respond(prompt, turns)
+
+
+def room(most: int, reply: int, sizes: tuple[int, int]) -> tuple[list[int], int]:
+    """Letters of each turn of an answer, and how many turns came to their end."""
+    used, letters = 0, []
+    for size in itertools.cycle(sizes):
+        if size > most - used:
+            return [*letters, most - used], len(letters)
+        letters.append(size - 1)
+        used += size
+        if used + reply >= most:
+            return letters, len(letters)
+        used += reply
+    raise AssertionError
+
+
+@pytest.mark.parametrize("most", range(4, 22))
+def test_each_answer_has_all_of_its_own_room_and_a_turn_that_is_cut_gets_no_reply(tiny: LoadedModel, most: int):
+    task, spec = Heard(), job(sampling={"max_tokens": most}, learner={"eval_prompts": 16})
+    reply = reply_of(Talk(99), task.heldout(0), tiny.tokenizer, [tiny.tokenizer.eos_token_id], [True])
+    assert reply is not None
+    Evaluator(Wordy(tiny, task), tiny.tokenizer, task, spec).run()
+    for index, sizes in ((0, (1, 4)), (1, (4, 4))):
+        letters, ended = room(most, len(reply), sizes)
+        assert [len(turn) for turn in task.heard[index]] == letters
+        assert task.asked[index] == ended
+
+
+def test_answers_are_drawn_from_the_generator_that_is_given(tiny: LoadedModel):
+    prompt = encode_prompt(tiny.tokenizer, Talk(1).heldout(0))
+    sampled = Sampler(tiny.model, tiny.tokenizer)
+    one, again, two = (sampled([prompt] * 8, 8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert one == again != two
+
+
+def test_no_more_prompts_are_asked_than_the_job_wants_and_the_task_has(tiny: LoadedModel):
+    for wanted, asked in ((4, 4), (16, 16), (512, 16)):
+        task, spec = Talk(1), job(sampling={"max_tokens": 2}, learner={"eval_prompts": wanted})
+        evaluator = Evaluator(Curt(tiny), tiny.tokenizer, task, spec)
+        assert (evaluator.prompts, evaluator.run()) == (asked, 1.0)
+        assert set(task.heard) == set(range(asked))
 
 
 class Leader(Alone):

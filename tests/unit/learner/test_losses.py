@@ -208,7 +208,8 @@ def test_the_pull_to_v0_is_that_of_the_k3_estimator(batch, loss):
     )
 
 
-def test_obrs_has_the_gradient_of_importance_sampling_on_the_average():
+@pytest.mark.parametrize(("threshold", "rejected"), [(1.0, [0.75, 0.2, 0, 0]), (2.0, [0.875, 0.6, 0.5, 0])])
+def test_obrs_has_the_gradient_of_importance_sampling_on_the_average(threshold: float, rejected: list[float]):
     ratios = torch.tensor([0.25, 0.8, 1.0, 2.5], dtype=torch.float64)
     new, count = (ratios * 0.1).log(), 2000
     rows = torch.arange(count * 4) % 4
@@ -220,9 +221,9 @@ def test_obrs_has_the_gradient_of_importance_sampling_on_the_average():
         rows,
         draw=(torch.arange(count * 4) // 4 + 0.5) / count,
     )
-    made, gradient = evaluated(SPEC.model_copy(update={"loss": "obrs"}), tokens)
+    made, gradient = evaluated(SPEC.model_copy(update={"loss": "obrs", "obrs_lambda": threshold}), tokens)
     assert gradient.reshape(count, 4).mean(0).tolist() == pytest.approx(ratios.tolist(), abs=1e-3)
-    assert made.low.reshape(count, 4).double().mean(0).tolist() == pytest.approx([0.75, 0.2, 0, 0], abs=1e-3)
+    assert made.low.reshape(count, 4).double().mean(0).tolist() == pytest.approx(rejected, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,13 @@ BARE = {"loss": "ppo_clip", "replay_ratio": "token"}
 @pytest.mark.parametrize(
     ("fields", "ratio", "advantage", "mark"),
     [
+        ({"loss": "ppo_clip"}, 1.3, 1, "high"),
+        ({"loss": "ppo_clip"}, 0.7, -1, "low"),
+        ({"loss": "ppo_clip"}, 4.0, 0, ""),  # nothing pushes it
+        ({"loss": "ppo_clip"}, 0.2, 0, ""),
+        ({"loss": "dppo"}, 4.0, 0, ""),
+        ({"loss": "dppo"}, 0.2, 0, ""),
+        ({"loss": "bapo"}, 3.1, 0, ""),
         ({"loss": "dppo"}, 4.0, 1, "high"),
         ({"loss": "dppo"}, 4.0, -1, ""),
         ({"loss": "dppo"}, 0.25, -1, "low"),
@@ -315,6 +323,30 @@ def test_second_moment_mask_drops_the_largest_until_the_rest_fits(values, budget
     keep = weights.second_moment_mask(torch.tensor(values, dtype=torch.float64), budget)
     limit = slow_m2_limit([v * v for v in values], budget)
     assert keep.tolist() == [v * v < limit for v in values]
+
+
+@given(
+    st.lists(st.tuples(st.integers(-30, 30), st.sampled_from([-2.0, -0.5, 0.0, 0.5, 2.0])), min_size=1, max_size=30),
+    st.floats(0.05, 4),
+)
+def test_the_range_of_m2po_is_the_widest_that_keeps_harmful_tokens_within_the_budget(rows, budget):
+    log_ratios, advantages = [tenths / 10 for tenths, _ in rows], [a for _, a in rows]
+    found = weights.second_moment_bounds(
+        torch.tensor(log_ratios, dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64), budget
+    )
+    tau = slow_tau([math.exp(r) for r in log_ratios], advantages, budget)
+    wanted = (0.0, math.inf) if tau is None else (min(math.exp(-tau), 0.7), max(math.exp(tau), 1.5))
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_log_ratios_are_cut_at_twenty_token_by_token_and_over_an_answer():
+    new, old = torch.tensor([0.0, -50.0, -1.0]), torch.tensor([-50.0, 0.0, -3.0])
+    answers = torch.tensor([0, 1, 2])
+    assert weights.log_ratio(new, old).tolist() == [20.0, -20.0, 2.0]
+    assert weights.sequence_log_ratio(new, old, answers).tolist() == [20.0, -20.0, 2.0]
+    assert weights.answer_log_ratio(new, old, answers).tolist() == [20.0, -20.0, 2.0]
+    spread = torch.tensor([0.0, -50.0]), torch.tensor([-50.0, 0.0])
+    assert weights.answer_log_ratio(*spread, torch.tensor([0, 0])).tolist() == [0.0, 0.0], "the sum is cut, not tokens"
 
 
 def test_effective_sample_size():

@@ -51,3 +51,8 @@ def test_micro_batches_hold_every_row_once_within_the_limit(lengths: list[int], 
     assert sorted(i for b in batches for i in b) == list(range(len(lengths)))
     for rows in batches:
         assert len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= limit
+
+
+def test_a_micro_batch_holds_as_many_rows_as_fit_with_their_padding_longest_first():
+    assert split([2, 3, 4, 3, 2], 8) == [[2, 1], [3, 0], [4]]
+    assert split([2, 3, 4, 3, 2], 12) == [[2, 1, 3], [0, 4]]

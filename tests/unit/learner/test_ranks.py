@@ -44,6 +44,12 @@ def test_ranks_get_about_the_same(lengths: list[int], ranks: int):
     assert max(tokens) - min(tokens) <= max(lengths, default=0)
 
 
+def test_long_answers_are_dealt_first_so_that_short_ones_even_ranks_out():
+    lengths = [1, 1, 1, 1, 4]
+    assert share(lengths, 2, 50) == [[[4]], [[0, 1, 2, 3]]]
+    assert share([2, 5, 3, 3], 3, 50) == [[[1]], [[2, 0]], [[3]]]
+
+
 @given(LENGTHS, st.integers(1, 100))
 def test_one_rank_cuts_as_ever(lengths: list[int], limit: int):
     assert share(lengths, 1, limit) == [split(lengths, limit)]

@@ -73,9 +73,20 @@ def test_take_fills_up_with_the_oldest_that_the_next_step_can_spare():
     assert names(buffer.take(6, 3, 2, most=4)[0]) == ["e", "f"]
 
 
+def test_a_batch_that_has_its_signal_takes_nothing_more_however_much_is_there():
+    buffer = filled(*((f"g{i}", SIGNAL, 3) for i in range(6)))
+    assert names(buffer.take(5, 3, 2, most=4)[0]) == ["g0", "g1"]
+
+
 def test_what_would_be_stale_at_the_next_step_is_not_kept_for_it():
     buffer = filled(("a", SILENT, 2), ("b", SIGNAL, 2), ("c", SIGNAL, 2))
     assert names(buffer.take(5, 3, 2, most=4)[0]) == ["a", "b", "c"]
+
+
+def test_what_the_next_step_is_the_last_to_use_is_left_for_it():
+    buffer = filled(("a", SILENT, 2), ("b", SIGNAL, 3), ("c", SIGNAL, 3))
+    assert names(buffer.take(5, 3, 2, most=4)[0]) == ["a", "b"]
+    assert names(buffer.take(6, 3, 1, most=4)[0]) == ["c"]
 
 
 def test_without_a_refill_nothing_but_the_batch_is_taken():

@@ -32,7 +32,9 @@ def test_the_plan_comes_before_age_and_in_its_own_order():
 def test_after_the_plan_the_oldest_come_first_again():
     buffer = filled(a=5, b=7, old=0)
     buffer.plan({8: ["b"]})
+    assert [buffer.replays(t) for t in (6, 7, 8)] == [False, True, False]
     assert names(buffer.take(7, 10, 2)) == ["b"]
+    assert not buffer.replays(7)
     assert names(buffer.take(8, 10, 2)) == ["old", "a"]
 
 

@@ -23,6 +23,7 @@ from app.protocol.errors import TaskFailed
 from app.protocol.learner import TrajectoryRef
 from app.storage.stores import FolderStore
 from app.tasks.base import Prompt
+from app.tasks.sandbox import SandboxTask
 from tests.unit.learner.samples import VOCABULARY, group, job
 from tests.unit.learner.test_inbox import WORD, Index, prompt_ids, reference
 
@@ -236,6 +237,19 @@ def test_a_task_that_hangs_is_given_up_and_what_it_says_later_is_not_heard(rig):
     go.set()
     assert done.wait(WAIT_S)
     assert made.buffer.wait(0, 3, 1, 0.2) is False
+
+
+def test_a_group_has_as_long_as_its_task_says_for_each_answer(rig):
+    now, go = [0.0], threading.Event()
+    pool = SimpleNamespace(longest_call_s=10.0, close=lambda: None, ask=lambda *_, **__: go.wait(WAIT_S) and {})
+    made = rig(SandboxTask(pool, {"name": "t"}), clock=lambda: now[0])
+    made.take(answers("a"))
+    most = 10.0 * made.spec.batch.group_size
+    for moment, gone in ((most - 1, []), (most + 1, [("a", "unscored")])):
+        now[0] = moment
+        made.inbox._rewarder.sweep()
+        assert made.dropped(len(gone)) == gone
+    go.set()
 
 
 def test_nodes_that_tell_the_truth_are_believed_and_others_are_not(rig):

@@ -282,3 +282,11 @@ def test_groups_of_different_sizes_each_have_their_own_mean():
     alone = [GRPOTrainer(random_model(), job(learner={"grad_clip": 1e9})).step([g]).values for g in groups]
     total = sum(v["loss"] * v["tokens"] for v in alone)
     assert values["loss"] * values["tokens"] == pytest.approx(total, rel=1e-4)
+
+
+def test_a_step_without_a_signal_has_no_cosine_and_neither_has_the_next_one():
+    for learner in ({"gac": True}, {"grad_cosine": True}):
+        trainer = GRPOTrainer(random_model(), job(learner={**learner, "learning_rate": 1e-4}))
+        silent = [group("s", rewards=(1.0,) * 4)]
+        told = ["grad_cosine" in trainer.step(g).values for g in (batch(1), silent, silent, batch(1), batch(2))]
+        assert told == [False, False, False, False, True]

@@ -8,8 +8,9 @@ from decimal import Decimal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from app.protocol.base import micros, rfc3339, usd
+from app.protocol.base import Printable, Strict, micros, moment, rfc3339, usd
 
 
 @given(st.integers(-(10**18), 10**18))
@@ -58,3 +59,47 @@ def test_times_are_utc_with_a_z() -> None:
     moment = datetime(2026, 12, 1, 12, 0, 0, 250_000, tzinfo=timezone(timedelta(hours=2)))
     assert rfc3339(moment) == "2026-12-01T10:00:00.250Z"
     assert datetime.fromisoformat(rfc3339(moment)) == moment.astimezone(UTC)
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (None, None),
+        (0.0, "1970-01-01T00:00:00.000Z"),
+        (1_796_119_200.25, "2026-12-01T10:00:00.250Z"),
+        (-0.5, "1969-12-31T23:59:59.500Z"),
+        (1e300, None),
+        (float("inf"), None),
+        (float("nan"), None),
+    ],
+)
+def test_seconds_become_a_time_if_a_calendar_has_it(at: float | None, text: str | None) -> None:
+    assert moment(at) == text
+
+
+@pytest.mark.parametrize(("value", "amount"), [("9999999999999", 9_999_999_999_999_000_000), ("-1e12", -(10**18))])
+def test_large_amounts_are_exact(value: str, amount: int) -> None:
+    assert micros(value) == amount
+
+
+def test_more_than_there_is_is_refused() -> None:
+    with pytest.raises(ValueError, match="more dollars than there are"):
+        micros("10000000000000")
+
+
+class Line(Strict):
+    text: Printable
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "\x00", "\x1b[31m", "a\u2028b"])
+def test_what_goes_into_logs_is_one_printable_line(text: str) -> None:
+    assert Line(text="größer, 大").text == "größer, 大"
+    with pytest.raises(ValidationError, match="can't be shown"):
+        Line(text=text)
+
+
+def test_a_message_doesnt_change_and_has_no_unknown_field() -> None:
+    with pytest.raises(ValidationError, match="extra"):
+        Line.model_validate({"text": "a", "more": 1})
+    with pytest.raises(ValidationError, match="frozen"):
+        Line(text="a").text = "b"  # type: ignore[misc]

@@ -59,6 +59,14 @@ def test_the_bound_on_copies_holds_where_it_is_tight() -> None:
     assert 0.8 * bound < share <= bound * 1.05
 
 
+def test_the_bounds_are_those_of_the_text() -> None:
+    """C(n,k)·p^(k−1) and n!·Π p; a log-prob that rounding has put above 0 is 0."""
+    assert math.exp(copies.log_chance_of_copies(8, 3, math.log(0.1))) == pytest.approx(56 * 0.01)
+    assert math.exp(copies.log_chance_of_replay([math.log(0.1), math.log(0.2), math.log(0.5)])) == pytest.approx(0.06)
+    assert math.exp(copies.log_chance_of_copies(8, 2, 1e-5)) == pytest.approx(28, abs=1e-9)
+    assert copies.log_chance_of_replay([1e-5]) == 0.0
+
+
 @pytest.mark.parametrize(
     ("group", "times"),
     [

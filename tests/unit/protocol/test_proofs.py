@@ -85,6 +85,12 @@ def test_it_has_the_bits_of_the_toploc_package(seed: int, modulus: int, digest: 
     assert hashlib.blake2b(theirs, digest_size=16).hexdigest() == digest
 
 
+@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (TOKENS, POINTS)])
+def test_the_shortest_and_the_longest_proof_are_read(tokens: int, count: int) -> None:
+    [again] = parse(pack([proof(tokens, count)]), tokens)
+    assert (again.tokens, len(again.coefficients)) == (tokens, count)
+
+
 def test_many_proofs_at_once_are_those_of_each_alone() -> None:
     random = np.random.default_rng(1)
     places = np.stack([random.permutation(32 * 5120)[:POINTS] for _ in range(30)])

@@ -32,6 +32,10 @@ def test_best_and_worst_inwards(rewards: list[float], indices: list[int]) -> Non
     assert informative(rewards, "shuffle_r1") == indices
 
 
+def test_a_job_that_does_not_prune_sends_every_sample() -> None:
+    assert informative([0.5, 1.0, 0.0], None) == [0, 1, 2]
+
+
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=40))
 def test_what_is_kept_is_at_least_as_far_from_the_middle_as_what_is_not(rewards: list[float]) -> None:
     left = informative(rewards, "shuffle_r1")

@@ -73,6 +73,10 @@ def test_a_good_file_is_accepted() -> None:
         ("lengths", {"prompt_ids": []}),
         ("lengths", {"prompt_ids": [1, -2]}),
         ("lengths", {"completion_ids": [1, -1, 2]}),
+        ("lengths", {"generated": [True, True]}),
+        ("lengths", {"generated": [True] * 4}),
+        ("lengths", {"generated": [False] * 3, "logprobs": [0.0] * 3}),
+        ("logprobs", {"generated": [True, False, True]}),  # of a token that an environment wrote
         ("logprobs", {"logprobs": [-0.5, float("nan"), -0.5]}),
         ("logprobs", {"logprobs": [-0.5, float("-inf"), -0.5]}),
         ("logprobs", {"logprobs": [-0.5, 0.01, -0.5]}),
@@ -110,7 +114,9 @@ def test_groups_are_whole(rows: list[Rollout]) -> None:
 @pytest.mark.parametrize(
     "change",
     [{"logprobs": [0.0, 1e-5, 0.0]}, {"span_versions": [5], "span_starts": [0]}, {"finish_reason": "length"},
-     {"span_versions": [5, 4]}, {"completion_ids": [1] * 8, "logprobs": [-1.0] * 8}, {"reward": -3.5}],
+     {"span_versions": [5, 4]}, {"completion_ids": [1] * 8, "logprobs": [-1.0] * 8}, {"reward": -3.5},
+     {"generated": [False, True, False], "logprobs": [0.0, -0.5, 0.0]}, {"completion_ids": [0, 0, 0]},
+     {"prompt_ids": [0]}, {"span_versions": [0], "span_starts": [0]}],
 )  # fmt: skip
 def test_what_is_unusual_but_right_is_accepted(change: dict[str, Any]) -> None:
     rows = good()
@@ -261,6 +267,19 @@ def test_every_valid_set_of_rollouts_comes_back_as_it_was(made: tuple[list[Rollo
     assert oldest == {item: min(r.oldest_version for r in rows if r.work_item == item) for item in expected}, (
         "staleness counts from the oldest token of the group"
     )
+
+
+def test_who_wrote_which_token_comes_back_with_its_row() -> None:
+    marks = ([True, False, True], None, [False, True, True], None)
+    rows = [
+        row if mark is None else replace(row, generated=mark, logprobs=[-0.5 * own for own in mark])
+        for row, mark in zip(good(), marks, strict=True)
+    ]
+    check(rows)
+    back = rollouts(read_table(encode(rows)))
+    assert [row.generated for row in back] == list(marks)
+    assert [row.own_tokens for row in back] == [2, 3, 2, 3]
+    assert back[1].written == [True] * 3
 
 
 @pytest.mark.parametrize(("mark", "wanted"), [(None, None), ("int8", "int8"), ("int8", None), (None, "int8")])

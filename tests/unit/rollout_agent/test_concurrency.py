@@ -70,6 +70,12 @@ def test_preemptions_before_the_first_look_are_not_ours() -> None:
     assert next_target(target, 72, load(cache=0.8, preemptions=101), BOUNDS).samples < 72
 
 
+def test_an_engine_that_was_full_while_more_was_in_flight_grows_by_groups_from_then_on() -> None:
+    target = next_target(Target(64), 80, load(cache=0.99), BOUNDS)
+    assert target.samples == 64
+    assert next_target(target, 64, load(), BOUNDS).samples == 72
+
+
 loads = st.builds(
     Load,
     running=st.integers(0, 1000),

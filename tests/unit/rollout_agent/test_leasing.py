@@ -6,11 +6,11 @@ import json
 import httpx
 import pytest
 
-from app.protocol.errors import Unauthorized
+from app.protocol.errors import Unauthorized, Unavailable
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.leasing import MAX_REQUESTS, WorkSource
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault, WorkLedger
-from tests.unit.rollout_agent.fakes import problem
+from tests.unit.rollout_agent.fakes import Clock, Wire, problem
 
 
 class Desk:
@@ -84,6 +84,21 @@ async def test_waking_without_a_new_version_asks_nothing_more() -> None:
     await desk.source.close()
 
 
+async def test_a_wake_ends_one_wait_and_not_the_next() -> None:
+    desk = Desk()
+    first = asyncio.create_task(desk.source.next(4))
+    await desk.asked(0)
+    desk.source.wake()
+    assert await first is None
+    second = asyncio.create_task(desk.source.next(4))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not second.done()
+    desk.grant(0, "late")
+    assert await second is not None
+    await desk.source.close()
+
+
 async def test_there_is_an_end_to_requests_side_by_side() -> None:
     desk = Desk()
     for version in range(MAX_REQUESTS + 3):
@@ -119,3 +134,85 @@ async def test_requests_that_are_refused_again_and_again_are_a_fault() -> None:
             assert await waiting is None
     with pytest.raises(WorkerFault, match="work_refused"):
         await waiting
+
+
+class Waiting:
+    """A work source on a wire, and how long it paused."""
+
+    def __init__(self, *answers: httpx.Response, takes_s: float = 0.0, version: int | None = 7) -> None:
+        self.clock = Clock()
+        self.left = list(answers)
+        self.takes_s = takes_s
+        self.wire = Wire({"work": self._answer})
+        self.ledger = WorkLedger(self.clock)
+        self.pauses: list[float] = []
+        self.source = WorkSource(
+            self.wire.client(self.clock), self.ledger, lambda: version,
+            clock=self.clock, sleep=self._sleep, jitter=lambda: 1.0,
+        )  # fmt: skip
+
+    def _answer(self, _: dict[str, object]) -> httpx.Response:
+        self.clock.now += self.takes_s
+        return self.left.pop(0)
+
+    async def _sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+NOTHING = httpx.Response(200, json={"items": [], "reason": "no_work"})
+
+
+def work(*items: str) -> httpx.Response:
+    rows = [{"id": i, "prompt_index": 0, "group_size": 2, "seed": 0, "deadline_s": 60 + n} for n, i in enumerate(items)]
+    return httpx.Response(200, json={"items": rows, "upload": {"key": "k", "url": "http://store/x"}})
+
+
+async def test_a_lease_runs_from_the_answer_on_and_is_in_the_ledger() -> None:
+    case = Waiting(work("a", "b"), takes_s=1.5)
+    batch = await case.source.next(4)
+    assert batch is not None
+    assert batch.deadlines == {"a": 1061.5, "b": 1062.5}
+    assert batch.slot is not None
+    assert batch.slot.key == "k"
+    assert sorted(case.ledger.unfinished()) == ["a", "b"]
+    assert case.wire.of("work") == [{"max_items": 4, "policy_version": 7, "wait_s": 2.0}]
+    assert case.pauses == []
+
+
+@pytest.mark.parametrize(("takes_s", "pauses"), [(2.0, []), (0.0, [0.1])])
+async def test_no_work_is_asked_for_again_at_once_only_if_the_poll_has_waited(
+    takes_s: float, pauses: list[float]
+) -> None:
+    case = Waiting(NOTHING, takes_s=takes_s)
+    assert await case.source.next(4) is None
+    assert (case.pauses, case.ledger.in_flight) == (pauses, 0)
+
+
+async def test_a_service_that_is_away_is_asked_less_and_less_often_and_that_is_no_fault() -> None:
+    away = [httpx.Response(503), problem("conflict", 409), httpx.Response(503)]
+    case = Waiting(*away, NOTHING, httpx.Response(503), takes_s=1.0)
+    for _ in range(5):
+        assert await case.source.next(4) is None
+    assert case.pauses == [0.25, 0.5, 1.0, 0.25], "from the beginning once it has answered"
+    assert (case.ledger.faults_in_a_row, dict(case.ledger.errors)) == (0, {})
+
+
+async def test_no_work_is_leased_without_a_version() -> None:
+    case = Waiting(version=None)
+    with pytest.raises(Unavailable, match="without an installed version"):
+        await case.source.next(4)
+    assert case.wire.calls == []
+
+
+async def test_a_source_that_is_closed_has_given_up_its_requests() -> None:
+    desk = Desk()
+    waiting = asyncio.create_task(desk.source.next(4))
+    await desk.asked(0)
+    answer = desk.waiting[0]
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert not answer.done(), "who no longer waits has not given the request up"
+    await desk.source.close()
+    assert answer.cancelled()
+    assert desk.ledger.in_flight == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}

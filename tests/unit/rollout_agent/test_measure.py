@@ -23,6 +23,7 @@ from app.rollout_agent.measure import BUSY_WINDOW_S, MAX_ITEMS, MIN_ITEMS, Batch
         (1, 1, 20.0, None, 2),
         (1, 1, 60.0, 1.0, 1),
         (64, 5, 3.0, None, 4),
+        (16, 1, 3.0, None, 1),
     ],
 )
 def test_batches_aim_at_half_a_second_to_a_second(
@@ -65,6 +66,32 @@ def test_what_exceeded_the_memory_is_not_asked_for_again() -> None:
         sizes.append(sizer.items)
         sizer.done(sizer.items, 0.01)
     assert set(sizes) == {MAX_ITEMS // 2}
+
+
+def grown(sizer: BatchSizer, seconds: Callable[[int], float], batches: int = 20) -> list[int]:
+    sizes = []
+    for _ in range(batches):
+        sizer.done(sizer.items, seconds(sizer.items))
+        sizes.append(sizer.items)
+    return sizes
+
+
+def test_a_machine_that_ran_out_of_memory_grows_again_to_what_it_could_hold() -> None:
+    sizer = BatchSizer()
+    assert grown(sizer, lambda _: 0.01)[-1] == MAX_ITEMS
+    sizer.out_of_memory()
+    assert grown(sizer, lambda groups: 0.7 * groups)[-1] == 1
+    assert max(grown(sizer, lambda _: 0.01)) == MAX_ITEMS // 2
+
+
+def test_what_did_not_pay_for_long_completions_is_tried_again_when_they_are_short() -> None:
+    sizer = BatchSizer()
+    assert grown(sizer, lambda groups: 20.0 * max(1.0, groups / 4))[-1] == 4
+    assert grown(sizer, lambda _: 0.01)[-1] == MAX_ITEMS
+
+
+def test_a_batch_that_is_slower_than_two_halves_is_not_doubled_once_more() -> None:
+    assert max(grown(BatchSizer(), lambda groups: 0.05 * groups if groups <= 8 else 0.2 * groups)) == 16
 
 
 @given(st.lists(st.tuples(st.integers(1, MAX_ITEMS), st.floats(0, 1000), st.booleans())))
@@ -136,3 +163,22 @@ def test_the_first_batch_pays_for_warm_up_and_is_not_counted() -> None:
     meter.begin(8.0)
     meter.end(8.0, 9.0, rollouts=100, tokens=500)
     assert meter.rates == Rates(100.0, 500.0)
+
+
+def test_what_is_usual_is_the_mean_of_the_last_half_minute() -> None:
+    meter = Meter()
+    assert meter.usual_s is None
+    for began, ended in ((0.0, 9.0), (20.0, 22.0), (40.0, 44.0)):
+        meter.begin(began)
+        assert meter.running_s(began + 1.5) == 1.5
+        meter.end(began, ended, rollouts=1, tokens=1)
+        assert meter.running_s(ended + 5) == 0.0
+    assert meter.usual_s == pytest.approx(3.0)
+
+
+def test_a_batch_is_as_busy_as_the_part_of_it_that_is_within_the_half_minute() -> None:
+    meter = Meter()
+    meter.begin(0.0)
+    assert meter.busy_share(0.0) is None
+    meter.end(0.0, 20.0, rollouts=1, tokens=1)
+    assert meter.busy_share(10.0 + BUSY_WINDOW_S) == pytest.approx(10 / BUSY_WINDOW_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -69,13 +70,19 @@ def begun(item: str = "w1", **more: Any) -> bytes:
     )
 
 
-def group(item: str = "w1", *, split: str = "train", tokens: int = 2) -> Group:
+def two(first: dict[str, Any], second: dict[str, Any]) -> bytes:
+    """A file with samples 0 and 2 that differ from those of `begun`."""
+    rows = rows_of(begun())
+    return partial.encode_partial([replace(rows[0], **first), replace(rows[1], **second)])
+
+
+def group(item: str = "w1", *, split: str = "train", tokens: int = 2, version: int = 4, foreign: int = 0) -> Group:
     """A group of two: one sample cut, of the other nothing."""
     work = WorkItem.model_validate(
         {"id": item, "prompt_index": 1, "group_size": 2, "seed": 0, "deadline_s": 60, "split": split}
     )
-    cut = Completion([65] * tokens, [-0.5] * tokens, "abort", (Span(4, 0),) if tokens else ())
-    return Group(work, Prompt(1, "p1", {}), PROMPT, 1060.0, [cut, None])
+    cut = Completion([65] * tokens, [-0.5] * tokens, "abort", (Span(version, 0),) if tokens else ())
+    return Group(work, Prompt(1, "p1", {}), PROMPT, 1060.0, [cut, None], foreign_tokens=foreign)
 
 
 async def test_what_another_node_has_begun_is_taken_up() -> None:
@@ -104,6 +111,8 @@ async def test_what_another_node_has_begun_is_taken_up() -> None:
         (begun(quantisation="int8"), {}, 0),
         (begun(completion_ids=[65] * 8, logprobs=[-1.0] * 8), {}, 0),
         (begun(completion_ids=[65, 100]), {}, 0),
+        (two({"completion_ids": [65, 100]}, {}), {}, 0),
+        (two({}, {"completion_ids": [100, 65]}), {}, 0),
         (begun(prompt_ids=[112, 50]), {}, 4),
     ],
 )
@@ -120,6 +129,26 @@ async def test_what_is_too_old_is_not_gone_on_with(floor: int, used: bool) -> No
     assert bool(await bench.taken_up(begun())) == used
     assert bench.ledger.tokens_wasted == ({} if used else {"stale": 4})
     assert not bench.ledger.errors
+
+
+async def test_one_sample_that_is_too_old_makes_the_whole_group_too_old() -> None:
+    bench = Bench(floor=4)
+    assert await bench.taken_up(two({"span_versions": [3, 5]}, {})) == ()
+    assert bench.ledger.tokens_wasted == {"stale": 4}
+
+
+async def test_an_item_that_nobody_has_begun_is_sampled_from_scratch() -> None:
+    bench = Bench()
+    fresh = WorkItem(id="w0", prompt_index=1, group_size=3, seed=0, deadline_s=60)
+    assert await bench.partials.begun([fresh], [PROMPT]) == {}
+    assert (bench.ledger.errors, bench.ledger.tokens_wasted) == ({}, {})
+
+
+@pytest.mark.parametrize(("spare", "used"), [(0, True), (-1, False)])
+async def test_a_file_larger_than_any_that_may_be_handed_over_is_not_fetched(spare: int, used: bool) -> None:
+    bench = Bench(max_upload_bytes=len(begun()) + spare)
+    assert bool(await bench.taken_up(begun())) is used
+    assert bench.ledger.errors == ({} if used else {"partial_refused": 1})
 
 
 async def test_a_file_with_several_groups_is_fetched_once() -> None:
@@ -154,6 +183,24 @@ async def test_groups_are_handed_over_and_are_no_longer_ours() -> None:
     # But others may begin it at once: what nobody took over does not wait for the end of this node.
     (told,) = bench.desk.wire.of("reports")
     assert (told["kind"], told["work_items"]) == ("handed_back", ["exam", "empty"])
+
+
+async def test_a_single_token_is_worth_handing_over_and_the_slot_is_of_the_oldest_version() -> None:
+    bench = Bench()
+    bench.ledger.leased({"w1": 1060.0, "w2": 1060.0})
+    await bench.partials.hand_over([group("w1", tokens=1, version=5), group("w2", version=3)])
+    assert {row.work_item for row in rows_of(bench.desk.wire.files[0])} == {"w1", "w2"}
+    assert bench.desk.wire.of("uploads") == [{"policy_version": 3}]
+
+
+async def test_what_a_node_has_added_nothing_to_is_only_given_back() -> None:
+    """The store still has what others began."""
+    bench = Bench()
+    bench.ledger.leased({"w1": 1060.0})
+    await bench.partials.hand_over([group("w1", foreign=2)])
+    assert (bench.desk.wire.files, bench.ledger.tokens_wasted) == ([], {})
+    (told,) = bench.desk.wire.of("reports")
+    assert (told["kind"], told["work_items"]) == ("handed_back", ["w1"])
 
 
 async def test_where_all_is_taken_over_nothing_is_handed_back() -> None:

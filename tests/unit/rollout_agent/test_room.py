@@ -180,6 +180,19 @@ def test_a_job_fits_the_gpus_that_will_be_used(
             attempt()
 
 
+@pytest.mark.parametrize(("engine", "split"), [("transformers", Split(32)), ("vllm", Split(7))])
+def test_gpus_that_idle_hold_no_weights(engine: str, split: Split, tmp_path: Path) -> None:
+    """An engine that uses one GPU only, or a model whose heads two can't share."""
+    given, facts = settings(tmp_path, engine=engine), machine(40, 40)
+    with pytest.raises(Unfit, match=r"needs 56\.0 GB on GPUs, 1 × RTX 4090 can take 34\.8 GB"):
+        check_job(joined([], 28 * GB), given, facts, on_gpu=True, split=lambda: split)
+
+
+def test_small_sizes_are_said_in_megabytes() -> None:
+    why = memory_short(model(parameters=10**7), machine(memory_gb=0.02), on_gpu=False, gpus_used=1)
+    assert why == "memory: the model needs 44.0 MB, this machine has 20.0 MB"
+
+
 def test_what_can_t_fit_anyway_is_refused_before_the_config_is_asked_for(tmp_path: Path) -> None:
     def asked() -> Split:
         raise AssertionError

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.protocol.job import SamplingSpec
-from app.rollout_agent.engines.base import Completion, Interrupted
+from app.rollout_agent.engines.base import Completion, GenRequest, Interrupted
 from app.rollout_agent.measure import Rates
 from app.rollout_agent.room import Unfit
 from app.rollout_agent.selftest import SAMPLES, Shape, examine, fault, of_streams, rates, sampler, shape_for, usual_s
@@ -53,6 +54,8 @@ def test_rollouts_are_reckoned_at_the_job_s_length() -> None:
     assert (short.tokens_per_s, short.rollouts_per_s) == (2.0, 1.0)
     long = rates([sample([1] * 32)] * 10, 2.0, 320)
     assert (long.tokens_per_s, long.rollouts_per_s) == (160.0, 0.5)
+    ended = rates([sample()] * 10, 2.0, 32)
+    assert (ended.tokens_per_s, ended.rollouts_per_s) == (10.0, 5.0), "as short as the job's: the answers' own length"
 
 
 class Clock:
@@ -132,16 +135,21 @@ async def test_a_node_that_is_told_to_end_is_not_unfit() -> None:
 )
 def test_the_vocabulary_is_the_model_s_own(tmp_path: Path, config: dict[str, Any], size: int) -> None:
     class Tokenizer:
+        knows = True
+
         def __len__(self) -> int:
             return 7
 
         def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [len(text) % 7]}
+            return {"input_ids": [len(text) % 7, 5] if text and self.knows else []}
 
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = shape_for(tmp_path, Tokenizer(), 3)
     assert (shape.vocabulary, shape.max_tokens) == (size, 3)
     assert shape_for(tmp_path, Tokenizer(), 9999).max_tokens == 32
+    assert list(shape.prompt)[1:] == [5]
+    Tokenizer.knows = False
+    assert shape_for(tmp_path, Tokenizer(), 3).prompt == [0], "a prompt is never empty"
 
 
 class Streams:
@@ -177,3 +185,33 @@ async def test_an_engine_of_single_completions_is_asked_for_them_side_by_side() 
         assert len(await ask(SHAPE)) == 2
     assert sorted(engine.seeds) == [0, 1]
     assert len(await of_streams(engine, sampling)(SHAPE)) == 2
+
+
+class Batches:
+    """Whole batches of requests, in one thread."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenRequest] = []
+
+    def load(self, model_dir: Path) -> None:
+        """It lives in a thread."""
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
+        self.asked = list(requests)
+        return [sample()] * sum(request.n for request in requests)
+
+
+@pytest.mark.parametrize(("samples", "prompts", "each"), [(8, 8, 1), (256, 8, 32), (12, 6, 2), (2, 2, 1), (1, 1, 1)])
+async def test_an_engine_of_batches_is_asked_for_all_at_once_in_at_most_eight_groups(
+    samples: int, prompts: int, each: int
+) -> None:
+    engine: Any = Batches()
+    with ThreadPoolExecutor(1) as pool:
+        found = await sampler(engine, pool, SamplingSpec(max_tokens=99, temperature=0.7))(
+            replace(SHAPE, samples=samples)
+        )
+    assert len(found) == samples
+    assert [(r.n, r.seed) for r in engine.asked] == [(each, seed) for seed in range(prompts)]
+    assert {(tuple(r.prompt_ids), r.sampling.max_tokens, r.sampling.temperature) for r in engine.asked} == {
+        ((1, 2, 3), 4, 0.7)
+    }

@@ -40,6 +40,7 @@ def test_what_to_do() -> None:
     assert judge(1000.0, [], healthy=False) == "restart"
     assert judge(1000.0, [900.0], healthy=False) == "leave"
     assert judge(9000.0, [900.0], healthy=False) == "restart", "longer than an hour ago"
+    assert judge(90_000.0, [900.0, 87_000.0], healthy=False) == "leave", "however long the machine has been up"
     assert judge(1000.0, [], healthy=None) == "leave", "what can't be restarted can't go on"
 
 
@@ -100,6 +101,29 @@ async def test_an_engine_that_answers_is_left_alone() -> None:
     machine.now = 400.0
     await machine.watch.look()
     assert (machine.restarts, machine.reports) == (0, [])
+
+
+async def test_an_engine_that_is_asked_early_has_to_miss_two_probes_in_a_row_each_time() -> None:
+    now, restarts = 0.0, list[float]()
+    answers = iter([False, True, False, False, False])
+
+    async def healthy(timeout_s: float) -> bool:
+        return next(answers)
+
+    async def restart() -> None:
+        restarts.append(now)
+
+    async def report(words: str) -> None:
+        """It is told."""
+
+    watch = StallWatch(
+        stalled_s=lambda: now, usual_s=lambda: 1000.0, between_s=lambda: 0.1,
+        healthy=healthy, restart=restart, report=report, clock=lambda: now,
+    )  # fmt: skip
+    for at, done in ((40.0, []), (45.0, []), (90.0, []), (95.0, [95.0]), (140.0, [95.0])):
+        now = at
+        await watch.look()
+        assert restarts == done
 
 
 class Probed(FakeStream):

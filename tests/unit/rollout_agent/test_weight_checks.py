@@ -151,6 +151,30 @@ def test_an_engine_that_takes_every_version_passes_and_one_that_misses_a_change_
         )
 
 
+def test_what_is_told_of_an_engine_counts_parameters_and_workers() -> None:
+    found = digests({NORM: "N0", QKV: "k0", UP: NOTHING}) | digests({NORM: "N0", QKV: "k1", UP: NOTHING}, 1)
+    seen = Seen(found, marks({NORM: "N0", UP: "U0", "model.embed.weight": "E0"}), frozenset({NORM}))
+    assert (seen.names, seen.workers) == ({NORM, QKV, UP}, 2)
+    assert seen.coverage == "of 3 parameters 2 known by name, 1 exact, 1 kept elsewhere"
+    half = Seen(found | digests({UP: "u0"}, 1), seen.marks)
+    assert half.coverage == "of 3 parameters 2 known by name, 0 exact, 0 kept elsewhere"
+
+
+def test_engines_that_hold_the_same_have_one_digest_in_whatever_order_they_tell_it() -> None:
+    found = digests({NORM: "N0", QKV: "k0"})
+    again = dict(reversed(found.items()))
+    assert Seen(found, {}).digest == Seen(again, marks({NORM: "N0"})).digest
+    swapped = digests({NORM: "k0", QKV: "N0"})
+    assert len({Seen(each, {}).digest for each in (found, swapped, digests({NORM: "N0"}))}) == 3
+
+
+def test_of_many_faults_three_are_named_and_all_are_counted() -> None:
+    names = [f"model.layers.{n}.norm.weight" for n in range(5)]
+    was = Seen(digests(dict.fromkeys(names, "a")), marks(dict.fromkeys(names, "A")))
+    with pytest.raises(Tainted, match=r"0\.norm.*1\.norm.*2\.norm[^3]*\(5 in all\)"):
+        check(was, marks(dict.fromkeys(names, "B")), was.digests, lossless=True)
+
+
 def test_marks_are_of_the_bytes_that_the_engine_keeps(tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = {name: torch.randn(2, 3).to(torch.bfloat16) for name in PARTS} | {NORM: torch.ones(4, dtype=torch.bfloat16)}

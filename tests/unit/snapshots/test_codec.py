@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from app.protocol.errors import BadInput, IntegrityError
 from app.snapshots import SnapshotStore, decode, encode_full, new_key, public_hex
@@ -73,6 +73,28 @@ def test_a_payload_that_is_none_is_an_integrity_error(tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(b"\x80\x04not a payload")
     with pytest.raises(IntegrityError):
         decode(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    "tied", ["no JSON", "[]", '{"b": 1}', '{"b": "absent"}', '{"a": "a"}', '{"b": "a", "c": null}']
+)
+def test_a_payload_whose_tied_names_can_t_be_is_an_integrity_error(tied: str, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "p", metadata={"tied": tied})
+    with pytest.raises(IntegrityError, match="tied"):
+        decode(tmp_path / "p")
+
+
+def test_a_payload_of_somebody_else_without_tied_names_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "p")
+    assert list(decode(tmp_path / "p")) == ["a"]
+
+
+@pytest.mark.parametrize("letters", range(1, 9))
+def test_the_header_is_padded_to_a_multiple_of_eight(letters: int, tmp_path: Path) -> None:
+    entries = encode_full({"a" * letters: torch.ones(3)}, tmp_path / "p")
+    length = int.from_bytes((tmp_path / "p").read_bytes()[:8], "little")
+    assert length % 8 == 0
+    assert entries[0].begin == 8 + length
 
 
 shapes = st.lists(st.integers(0, 7), max_size=3)

@@ -199,3 +199,15 @@ def test_a_spoiled_delta_on_disk_is_not_served(tmp_path: Path) -> None:
 def test_large_payloads_have_larger_leaves(payload: int, size: int) -> None:
     """So that a manifest stays small beside a delta."""
     assert leaf_bytes_for(payload, 128 << 10, 16 << 20) == size
+
+
+@pytest.mark.parametrize(
+    ("at_least", "chunk", "size"),
+    [
+        (128 << 10, 1 << 30, 16 << 20),  # no leaf is larger
+        (128 << 10, 1 << 20, 1 << 20),  # than a chunk either
+        (96 << 10, 288 << 10, 96 << 10),  # and chunks are of whole leaves
+    ],
+)
+def test_leaves_grow_as_far_as_a_chunk_and_the_protocol_allow(at_least: int, chunk: int, size: int) -> None:
+    assert leaf_bytes_for(2**45, at_least, chunk) == size

@@ -108,6 +108,29 @@ def test_an_inconsistent_manifest_does_not_exist(changes: dict[str, Any]) -> Non
         manifest(**changes)
 
 
+def of_one_leaf(leaf_bytes: int, chunk_bytes: int) -> Manifest:
+    return manifest(leaf_bytes=leaf_bytes, chunk_bytes=chunk_bytes, leaf_hashes=["0" * 64])
+
+
+def test_leaves_and_chunks_have_the_documented_sizes_and_bounds() -> None:
+    mib = 2**20
+    fields = of_one_leaf(16 * mib, 1024 * mib).model_dump(exclude={"leaf_bytes", "chunk_bytes"})
+    usual = Manifest.model_validate(fields)
+    assert (usual.leaf_bytes, usual.chunk_bytes, usual.leaves_per_chunk) == (mib // 8, 16 * mib, 128)
+    for leaf_bytes, chunk_bytes in ((16 * mib + 1, 16 * mib + 1), (16 * mib, 1040 * mib)):
+        with pytest.raises(ValidationError, match="less than or equal"):
+            of_one_leaf(leaf_bytes, chunk_bytes)
+
+
+@pytest.mark.parametrize("base", [3, 4, None])
+def test_a_delta_leads_on_from_an_older_version(base: int | None) -> None:
+    step = {"base_blake3": "0" * 64, "result_bytes": 1, "result_blake3": "0" * 64}
+    fields: dict[str, Any] = {"kind": "delta", "codec": "delta", "delta": step, "tensors": []}
+    assert not manifest(base=2, **fields).whole
+    with pytest.raises(ValidationError, match="a delta"):
+        manifest(base=base, **fields)
+
+
 ADAPTER = {"path": "adapter.json", "size": 2, "blake3": "0" * 64}
 
 

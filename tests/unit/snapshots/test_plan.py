@@ -31,6 +31,8 @@ CHAIN = [delta(v, v - 1) for v in range(1, 10)]
         ([], [], CHAIN, None),
         ([5], [9], [delta(9, 5), delta(8, 7)], [(9, 5)]),  # versions between were never published
         ([9], [9], CHAIN, []),
+        ([8], [9], [delta(9, 9)], [(9, None)]),
+        ([12], [9], [delta(9, 12)], [(9, None)]),  # a delta leads to a newer version, never back
     ],
 )
 def test_the_cheapest_way(
@@ -74,6 +76,41 @@ def test_the_newest_that_can_be_reached_is_announced_and_nobody_goes_back(
     assert all(v <= max(reached, after) for v in wholes), "a whole version is always within reach"
 
 
+@pytest.mark.parametrize(
+    ("after", "held", "wholes", "deltas", "steps"),
+    [
+        (5, [], {5: 10, 6: FULL}, [delta(6, 5)], [(6, None)]),  # though 5 and the delta would be fewer bytes
+        (5, [4], {}, [delta(5, 4), delta(6, 5)], None),  # who says that he has 5 isn't led to it once more
+        (5, [5], {6: FULL}, [delta(6, 5)], [(6, 5)]),
+        (6, [6], {6: FULL}, CHAIN[:6], None),
+    ],
+)
+def test_nothing_that_the_one_who_asks_has_is_announced_to_him(
+    after: int, held: list[int], wholes: dict[int, int], deltas: list[Offer], steps: list[tuple[int, int | None]] | None
+) -> None:
+    plan = newest(after, held=held, wholes=wholes, deltas=deltas)
+    assert steps == (None if plan is None else [(s.version, s.base) for s in plan.steps])
+
+
+@pytest.mark.parametrize(
+    ("whole", "deltas", "most", "kept"),
+    [
+        (FULL, CHAIN, 12, set(range(1, 10))),
+        (FULL, CHAIN, 3, {9, 8, 7}),
+        (25, CHAIN, 12, {9, 8}),
+        (20, CHAIN, 12, {9}),  # both together are no shorter than the whole
+        (FULL, [delta(9, 8), delta(7, 6)], 12, {9}),  # what leads to 8 is lost
+        (FULL, [delta(9, 8), Offer(8, None, 10)], 12, {9}),
+        (FULL, CHAIN[:8], 12, set()),
+        (FULL, CHAIN, 0, set()),
+    ],
+)
+def test_of_the_chain_that_ends_at_the_version_as_much_is_kept_as_pays(
+    whole: int, deltas: list[Offer], most: int, kept: set[int]
+) -> None:
+    assert useful(9, whole, deltas, most) == kept
+
+
 @given(OFFERS, VERSIONS, st.integers(1, 3000), st.integers(0, 12))
 def test_what_is_kept_is_a_chain_that_is_shorter_than_the_whole(
     deltas: list[Offer], version: int, whole: int, most: int
@@ -109,6 +146,10 @@ def test_there_is_a_whole_version_among_any_k_in_the_store(pays: list[bool], eve
     assert not pays or wholes[0] == 0
     ends = [*wholes, len(pays)]
     assert all(b - a <= every for a, b in itertools.pairwise(ends))
+
+
+def test_one_in_so_many_versions_is_stored_whole_when_every_delta_pays() -> None:
+    assert [keyframe(3, stored=3, since=since, every=4) for since in range(4)] == [False, False, False, True]
 
 
 def test_after_a_failed_upload_the_store_gets_a_whole_version() -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from app.protocol.errors import BadInput
+from app.protocol.errors import BadInput, IntegrityError
 from app.snapshots import Manifest, SnapshotStore, new_key, public_hex, sign
 from app.snapshots.codec import decode, encode_full
 from app.snapshots.manifest import TensorEntry, verify
-from app.snapshots.quantise import chosen, levels_of, scale_of
+from app.snapshots.quantise import chosen, levels_of, restored_state, scale_of
 
 torch.set_num_threads(1)
 KEY = new_key()
@@ -112,6 +112,24 @@ def test_the_payload_is_safetensors_and_comes_back_as_the_restored_weights(tmp_p
         assert got["lm_head.weight"] is got["model.embed_tokens.weight"]
         assert torch.equal(got["model.norm.weight"], weights["model.norm.weight"].to(torch.bfloat16))
     assert not torch.equal(decode(tmp_path / "p")[MATRICES[0]].bfloat16(), weights[MATRICES[0]].bfloat16())
+
+
+SCALED = torch.zeros(2, 4, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"w": SCALED},
+        {"w": SCALED, "w.scale": torch.ones(3)},
+        {"w": SCALED, "w.scale": torch.ones(2, 1)},
+        {"w": SCALED, "w.scale": torch.ones(2, dtype=torch.bfloat16)},
+        {"w": SCALED.reshape(-1), "w.scale": torch.ones(8)},
+    ],
+)
+def test_a_matrix_whose_scales_do_not_fit_is_not_restored(stored: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(IntegrityError, match="w has eight bits, and no scales that fit"):
+        restored_state(stored, torch.float32)
 
 
 def test_the_same_weights_give_the_same_bytes_and_others_others(tmp_path: Path) -> None:

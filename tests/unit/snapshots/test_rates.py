@@ -40,6 +40,7 @@ def starve(meter: SendMeter, clock: Clock, seconds: float) -> None:
         (Window(10 * MB, 2.0, held_s=1.0), Rate(5 * MB, False)),  # the processor held it up as much
         (Window(10 * MB, 2.0, held_s=1.7, starved_s=0.3), Rate(5 * MB, False)),  # nothing to send for a while
         (Window(10 * MB, 2.0, starved_s=2.0), Rate(5 * MB, False)),
+        (Window(40 * MB, 4.0, held_s=3.8, starved_s=0.15), Rate(10 * MB, True)),  # for less than 5 % of the time
     ],
 )
 def test_what_a_window_says(window: Window, says: Rate | None) -> None:
@@ -66,6 +67,21 @@ def test_a_spell_is_between_its_windows(windows: list[Rate]) -> None:
         assert spell == Rate(max(speeds), False)
     if all(w.limited for w in windows):
         assert spell.limited
+
+
+@pytest.mark.parametrize(
+    ("spell", "window", "then"),
+    [
+        (None, Rate(5, False), Rate(5, False)),
+        (Rate(5, False), Rate(8, False), Rate(8, False)),
+        (Rate(8, False), Rate(5, False), Rate(8, False)),
+        (Rate(9, False), Rate(3, True), Rate(3, True)),  # a limit outweighs whatever was only a lower bound
+        (Rate(10, True), Rate(5, False), Rate(10, True)),
+        (Rate(10, True), Rate(20, False), Rate(20, False)),  # it has carried more than what seemed to be its limit
+    ],
+)
+def test_a_limit_outweighs_a_lower_bound_until_more_is_seen(spell: Rate | None, window: Rate, then: Rate) -> None:
+    assert blend(spell, window) == then
 
 
 def test_what_fills_the_socket_s_buffer_is_not_counted() -> None:
@@ -109,6 +125,67 @@ def test_one_stream_s_starving_counts_for_all_and_two_are_added_up() -> None:
         assert meter.rate.bytes_per_s > 12 * MB
 
 
+def test_a_relay_that_the_network_no_longer_holds_up_finds_no_limit() -> None:
+    """However long it was held up, and was starved, before."""
+    clock = Clock()
+    meter = SendMeter(clock)
+    with meter.stream():
+        for _ in range(12):
+            send(meter, clock, MB, 0.1)
+        assert meter.rate == Rate(pytest.approx(10 * MB), True)
+        for _ in range(13):
+            clock.now += 0.1
+            send(meter, clock, 4 * MB, 0.0)
+        assert meter.rate is not None
+        assert meter.rate.bytes_per_s > 30 * MB
+        assert not meter.rate.limited
+
+
+def test_a_relay_that_is_no_longer_starved_finds_its_limit() -> None:
+    clock = Clock()
+    meter = SendMeter(clock)
+    with meter.stream():
+        send(meter, clock, MB, 0.1)
+        for _ in range(4):
+            starve(meter, clock, 0.9)
+            send(meter, clock, MB, 0.1)
+        for _ in range(12):
+            send(meter, clock, MB, 0.1)
+        assert meter.rate == Rate(pytest.approx(10 * MB), True)
+
+
+def test_two_streams_that_wait_at_once_wait_once_and_one_that_waits_still_counts_so_far() -> None:
+    clock = Clock()
+    meter = SendMeter(clock)
+    with meter.stream(), meter.stream():
+        send(meter, clock, MB, 0.1)
+        for _ in range(2):  # 0.5 s of each second in two sockets at a time is half of the time, not all of it
+            clock.now += 0.5
+            with meter.sending(MB):
+                clock.now += 0.2
+                send(meter, clock, MB, 0.3)
+        assert meter.rate is not None
+        assert not meter.rate.limited
+        windows = meter.windows
+        clock.now += 0.9
+        with meter.sending(MB):  # has only begun when the other one closes the window
+            send(meter, clock, MB, 0.2)
+            assert meter.windows == windows + 1
+            assert not meter.rate.limited
+
+
+def test_the_limits_of_one_spell_are_averaged() -> None:
+    clock = Clock()
+    meter = SendMeter(clock)
+    with meter.stream():
+        send(meter, clock, MB, 0.1)
+        for count in [MB] * 33 + [2 * MB] * 11:
+            send(meter, clock, count, 0.1)
+    assert meter.rate is not None
+    assert meter.rate.limited
+    assert 10.5 * MB < meter.rate.bytes_per_s < 19 * MB
+
+
 def test_a_new_spell_forgets_the_one_before() -> None:
     clock = Clock()
     meter = SendMeter(clock)
@@ -134,6 +211,16 @@ def test_a_receiver_leaves_out_the_time_in_which_nothing_was_sent() -> None:
         clock.now += 0.1
     assert meter.rate == Rate(pytest.approx(10 * MB), False)
     assert meter.windows == 1, "the pause is in none"
+
+
+@pytest.mark.parametrize(("pause", "windows"), [(0.35, 1), (0.45, 0)])
+def test_a_pause_of_more_than_the_documented_length_begins_a_new_window(pause: float, windows: int) -> None:
+    clock = Clock()
+    meter = ReceiveMeter(clock)
+    for step in [0.0, *[0.1] * 6, pause, 0.1]:
+        clock.now += step
+        meter.got(MB)
+    assert meter.windows == windows
 
 
 def test_a_link_on_which_every_leaf_takes_long_is_measured() -> None:
@@ -173,3 +260,16 @@ def test_a_first_window_that_holds_what_filled_the_buffer_does_not_last() -> Non
         for _ in range(23):
             send(meter, clock, MB, 0.1)
     assert meter.rate == Rate(pytest.approx(10 * MB), True)
+
+
+def test_a_first_window_does_not_last_in_a_later_spell_either() -> None:
+    clock = Clock()
+    meter = SendMeter(clock)
+    for _ in range(2):
+        with meter.stream():
+            send(meter, clock, MB, 0.1)
+            send(meter, clock, 8 * MB, 0.1)
+            for _ in range(23):
+                send(meter, clock, MB, 0.1)
+        assert meter.rate == Rate(pytest.approx(10 * MB), True)
+        clock.now += 60

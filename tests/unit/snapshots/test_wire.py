@@ -1,8 +1,10 @@
 """Frames are cut anywhere by the network, and pacing keeps under the link."""
 
+import contextlib
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from app.protocol.errors import IntegrityError
 from app.snapshots import Pacer
 from app.snapshots.choice import following, patience, repairers
 from app.snapshots.frames import HEADER, KEEP_ALIVE, PADDING_BYTES, LeafParser, frame, stream_bytes
-from app.snapshots.pacer import HEADROOM, PACKETS, SO_MAX_PACING_RATE, TCP_INFO_BYTES, Shares, stuck
+from app.snapshots.pacer import SO_MAX_PACING_RATE, TCP_INFO_BYTES, Shares, stuck
 from app.snapshots.sources import Source
 from tests.unit.snapshots.test_manifest import PAYLOAD, manifest
 
@@ -73,6 +75,14 @@ def test_a_stream_is_held_to_the_rate_and_no_rate_means_no_wait() -> None:
         Pacer(0.0)
 
 
+def test_a_burst_fits_now_at_the_beginning_and_after_every_pause_but_never_more() -> None:
+    now = 100.0
+    pacer = Pacer(1000.0, burst_s=0.02, clock=lambda: now)
+    for pause in (0.0, 60.0):
+        now += pause
+        assert [round(pacer.reserve(10), 6) for _ in range(5)] == [0.0, 0.0, 0.0, 0.01, 0.02]
+
+
 @pytest.mark.parametrize(
     ("unacknowledged", "since_ms", "is_stuck"),
     [(0, 60_000, False), (40, 100, False), (40, 2500, True), (1, 2000, True)],
@@ -90,22 +100,70 @@ def test_a_fresh_connection_is_not_stuck() -> None:
         assert not stuck(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pacing by socket is Linux's")
-def test_streams_that_begin_after_a_pause_share_the_link_equally() -> None:
+LINK = 25e6
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="pacing by socket is Linux's")
+
+
+@pytest.fixture
+def socks() -> Iterator[list[socket.socket]]:
+    """Two connections of a relay to its children."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as opened:
+        yield [opened.enter_context(socket.create_connection(server.getsockname())) for _ in range(2)]
+
+
+def paced(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE)
+
+
+@ON_LINUX
+def test_streams_that_begin_after_a_pause_share_the_link_equally(socks: list[socket.socket]) -> None:
     """Nothing has been acknowledged on their connections for long, but that says nothing yet."""
-    link = 25e6
-    shares = Shares(link)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        socks = [socket.create_connection(server.getsockname()) for _ in range(2)]
-        try:
-            with shares.of(socks[0], origin=True), shares.of(socks[1], origin=False):
-                rates = [s.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) for s in socks]
-                assert rates == [int(link / PACKETS * HEADROOM / 2), int(link / PACKETS / 2)]
-            with shares.of(socks[0], origin=True):
-                assert socks[0].getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) == int(link / PACKETS * HEADROOM)
-        finally:
-            for sock in socks:
-                sock.close()
+    shares = Shares(LINK)
+    payload = LINK * 1448 / 1500
+    with shares.of(socks[0], origin=True), shares.of(socks[1], origin=False):
+        assert [paced(s) for s in socks] == [int(payload * 0.985 / 2), int(payload / 2)]
+    with shares.of(socks[0], origin=True):
+        assert paced(socks[0]) == int(payload * 0.985)
+
+
+@ON_LINUX
+def test_the_share_of_a_stream_that_ends_goes_to_those_that_go_on(socks: list[socket.socket]) -> None:
+    shares = Shares(LINK)
+    with shares.of(socks[0], origin=False):
+        with shares.of(socks[1], origin=False):
+            pass
+        assert paced(socks[0]) == int(LINK * 1448 / 1500)
+
+
+@ON_LINUX
+def test_a_child_whose_connection_is_gone_has_no_share_once_it_isnt_new(socks: list[socket.socket]) -> None:
+    now = 100.0
+    shares = Shares(LINK, clock=lambda: now)
+    with shares.of(socks[0], origin=False):
+        socks[0].close()
+        now += 1.9
+        with shares.of(socks[1], origin=False):
+            assert paced(socks[1]) == int(LINK * 1448 / 1500 / 2)
+        now += 0.2
+        with shares.of(socks[1], origin=False):
+            assert paced(socks[1]) == int(LINK * 1448 / 1500)
+
+
+@ON_LINUX
+def test_a_link_faster_than_the_kernel_can_name_is_no_error(socks: list[socket.socket]) -> None:
+    with Shares(1e12).of(socks[0], origin=True) as held:
+        assert held
+        assert paced(socks[0]) == 2**31 - 1
+
+
+@ON_LINUX
+def test_a_relay_is_told_whether_something_else_has_to_hold_the_stream(socks: list[socket.socket]) -> None:
+    with Shares(None).of(socks[0], origin=True) as held, Shares(None).of(None, origin=True) as held_too:
+        assert held
+        assert held_too, "there is no rate to be held to"
+    with Shares(LINK).of(socks[0], origin=True) as held, Shares(LINK).of(None, origin=True) as unknown:
+        assert held
+        assert not unknown, "the server behind which the socket is hidden tells nothing of it"
 
 
 PARENT, ABOVE, TAIL = (Source("peer", f"http://{name}", name) for name in ("parent", "above", "tail"))

@@ -103,6 +103,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, says: str):
         ({"scorer": "maths"}, "known: contains, exact, math, number"),
         ({"template": "Q:"}, "must hold {prompt}"),
         ({"prompt_field": 3}, "prompt_field must be a text"),
+        ({"heldout": 3}, "heldout must be a text"),
         ({"train": None}, "train is required"),
     ],
 )
@@ -111,6 +112,19 @@ def test_a_wrong_parameter_is_named(tmp_path: Path, params: Any, says: str):
     with pytest.raises(BadInput) as caught:
         opened(tmp_path, **params)
     assert says in caught.value.detail
+
+
+def test_of_many_wrong_lines_the_first_twenty_are_named(tmp_path: Path):
+    rows(tmp_path, "train", *pairs(1), *["{"] * 30)
+    with pytest.raises(BadInput) as caught:
+        opened(tmp_path)
+    assert [error.detail for error in caught.value.errors] == [f"line {n} is no JSON" for n in range(2, 22)]
+    assert caught.value.detail == "train: line 2 is no JSON; line 3 is no JSON; line 4 is no JSON"
+
+
+def test_a_task_whose_files_are_not_here_says_so():
+    with pytest.raises(BadInput, match="the files of this task are not here"):
+        load_task(TaskSpec(name="jsonl", params={"train": "x"}), 0)
 
 
 def test_a_line_without_end_is_named_with_its_file(tmp_path: Path):

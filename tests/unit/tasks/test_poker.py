@@ -86,6 +86,7 @@ def test_what_one_wins_the_other_loses_and_never_more_than_there_is(data: st.Dat
     state = State(data.draw(st.sampled_from(list(itertools.product("JQK", "JQK")))), data.draw(st.sampled_from("JQK")))
     while state.to_act is not None:
         state = play(state, data.draw(st.sampled_from(state.legal)))
+    assert (state.owed, state.legal) == (0, ()), "nobody is to act"
     first, second = payoff(state)
     assert first == -second
     assert abs(first) <= min(max(state.chips), MOST_CHIPS)

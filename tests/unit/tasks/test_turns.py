@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from app.protocol.errors import BadInput, TaskFailed
 from app.protocol.task_spec import TaskSpec
 from app.tasks.base import Prompt
-from app.tasks.prompts import encode_prompt, encode_reply
+from app.tasks.prompts import decode, encode_prompt, encode_reply
 from app.tasks.registry import load_task
-from app.tasks.scoring import reward_of, reward_of_turns, turns_of
+from app.tasks.scoring import reply_of, reward_of, reward_of_turns, turns_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -57,6 +57,26 @@ def test_a_conversation_reads_as_the_template_would_write_it(template: str):
     opening = own.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     plain = own.apply_chat_template(messages[:2], tokenize=False).removesuffix("check<|im_end|>\n")
     assert own.decode(ids) == whole.replace(plain, opening, 1)
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_beginning_mark_stands_once_before_the_prompt_and_never_before_a_reply(template: str | None):
+    """Where the tokenizer puts one before each text; a template writes its own."""
+    plain, own = tokenizer(template), tokenizer(template)
+    start = own.convert_tokens_to_ids("<|im_start|>")
+    own.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    assert own("x")["input_ids"][0] == start
+    prompt = Prompt(0, "Play.", {})
+    assert encode_prompt(own, prompt) == [*([] if template else [start]), *encode_prompt(plain, prompt)]
+    assert encode_reply(own, "It bets.", 5) == encode_reply(plain, "It bets.", 5)
+
+
+def test_an_answer_is_read_as_it_was_written_without_the_marks_around_it():
+    own = tokenizer(CHATML)
+    ids = [*own(" I 'm done , n't I ?")["input_ids"], own.eos_token_id]
+    assert decode(own, ids) == " I 'm done , n't I ?"
 
 
 def test_an_end_that_the_policy_wrote_is_not_written_again_and_another_is():
@@ -124,6 +144,25 @@ def test_a_hand_of_poker_is_scored_from_its_tokens():
     marks = [True] * len(first) + [False] * len(reply) + [True] * len(last)
     expected = task.episode_reward(prompt, ["c", "fold"])
     assert reward_of(task, prompt, own, [*first, *reply, *last], marks) == expected
+
+
+def test_the_environment_replies_to_what_the_policy_wrote_until_the_episode_is_over():
+    task, own = load_task(TaskSpec(name="poker"), 0), tokenizer(CHATML)
+    prompt = next(p for p in map(task.train, range(999)) if task.respond(p, ["c"]) is not None)
+    ended = [*own("c")["input_ids"], own.eos_token_id]
+    text = task.respond(prompt, ["c"]).text
+    reply = reply_of(task, prompt, own, ended, [True] * len(ended))
+    assert reply == encode_reply(own, text, own.eos_token_id), "the end that the policy wrote is not written again"
+    cut = own("c")["input_ids"]
+    assert reply_of(task, prompt, own, cut, None) == [own.eos_token_id, *reply]
+    ids = [*ended, *reply, *own("fold")["input_ids"], own.eos_token_id]
+    marks = [True] * len(ended) + [False] * len(reply) + [True] * (len(ids) - len(ended) - len(reply))
+    assert reply_of(task, prompt, own, ids, marks) is None
+
+
+def test_a_task_with_one_turn_has_no_reply():
+    task, own = load_task(TaskSpec(name="reasoning_gym", params={"dataset": "gcd", "size": 20}), 0), tokenizer(CHATML)
+    assert reply_of(task, task.train(0), own, own("7")["input_ids"], None) is None
 
 
 def test_scoring_an_answer_does_not_count_the_prompts():

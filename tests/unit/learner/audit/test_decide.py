@@ -8,7 +8,8 @@ import random
 import pytest
 
 from app.learner.audit.custody import Case, Custody
-from app.learner.audit.decide import FEW, Look, judge, route, share
+from app.learner.audit.decide import Look, judge, route, share
+from app.learner.audit.proofs import Match
 from app.learner.audit.statistics import NOTHING, Figures
 from app.learner.buffer import Group
 from app.protocol.audits import Audit, Fault, Verdict
@@ -43,6 +44,8 @@ def test_a_job_may_want_less_or_more():
     usual = {"passed": 0, "version_passed": False, "under_way": False, "interruptible": True, "draw": 0.5}
     assert route(TrustSpec(probation=0, each_version=False), **usual) == "train"
     assert route(TrustSpec(probation=0, each_version=False, audit_share=1.0), **usual) == "beside"
+    none = TrustSpec(probation=0, each_version=False, audit_share=0)
+    assert route(none, **{**usual, "draw": 0.0}) == "train"
     assert share(TrustSpec(audit_share=0.7), True) == 1.0
     assert TrustSpec(probation=0, each_version=False, audit_share=0).off
     assert not any(TrustSpec(**one).off for one in ({"probation": 0}, {"audit_share": 0}, {"each_version": False}))
@@ -72,7 +75,10 @@ FINE = Look(figures(0.01), 0.0, 0, None)
         ({"figures": figures(0.16, 0.02)}, "suspect", "logprobs"),
         ({"figures": figures(0.16, 0.031)}, "failed", "logprobs"),
         ({"figures": figures(0.16, 0.031), "foreign": True}, "unclear", "logprobs"),
-        ({"figures": figures(0.16, 0.1, FEW - 1)}, "passed", ""),
+        ({"figures": figures(0.16, 0.1, 7)}, "passed", ""),
+        ({"figures": figures(0.16, 0.1, 8)}, "failed", "logprobs"),
+        ({"proofs": (Match(4, 4), Match(3, 3))}, "passed", ""),
+        ({"proofs": (Match(4, 4), Match(4, 4))}, "failed", "proof"),
         ({"copies": 3}, "failed", "copied"),
         ({"copies": 3, "foreign": True}, "unclear", "copied"),
         ({"reward_off": None, "unscored": "it hangs"}, "unclear", ""),
@@ -161,6 +167,27 @@ def test_what_others_began_does_not_speak_for_the_node_that_finished_it():
     custody.receive(foreign)
     custody.settled(foreign, True, said("passed"))
     assert custody.receive(case("d", 6)) == "first"
+
+
+def test_what_others_began_is_looked_at_before_it_is_trained_on_whoever_hands_it_in():
+    custody = Custody(TRUST, lambda: 0.9)
+    custody.known("n", 100)
+    custody.receive(case("a", 5))
+    custody.settled(case("a", 5), True, said("passed"))
+    assert custody.receive(case("own", 5)) == "train"
+    assert custody.receive(case("begun elsewhere", 5, foreign=True)) == "first"
+    off = Custody(TrustSpec(audit_share=0.0, probation=0, each_version=False), lambda: 0.9)
+    assert off.receive(case("begun elsewhere", 5, foreign=True)) == "train", "the job wants nothing looked at"
+
+
+def test_a_group_is_of_the_newest_version_that_it_claims():
+    mixed = Case(dataclasses.replace(group("w", version=[3, 7, 5, 3]), node="n"))
+    assert mixed.version == 7
+    custody = Custody(TRUST, lambda: 0.9)
+    custody.known("n", 100)
+    custody.receive(case("a", 3))
+    custody.settled(case("a", 3), True, said("passed"))
+    assert custody.receive(mixed) == "first"
 
 
 def test_nothing_is_left_of_a_banished_node():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.learner.audit.heldout import greedy, judge
-from app.learner.audit.scoring import Scored
+from app.learner.audit.scoring import Scored, score
 from app.learner.buffer import Group
 from app.learner.sampling import sample
 from app.protocol.audits import Audit
@@ -107,6 +107,39 @@ def test_a_false_reward_or_version_is_a_lie_and_a_version_that_is_gone_is_none()
     assert said(group, reward_off=1.0) == ("failed", "reward")
     assert said(group, never=lambda v: True) == ("failed", "version")
     assert said(group, shelf=Shelf({})) == ("unclear", "")
+
+
+def test_an_audit_tells_how_far_behind_the_tokens_are_and_whether_the_reward_is_right():
+    group = answers(MODEL, 1, version=0)[0]
+    forgery = told(group, forged(group.rollouts[0]))
+    (scored,) = score(MODEL, forgery.rollouts, 1.0, 4096)
+    behind = (scored.top - scored.logprob).clamp(max=20.0)
+    audit = audited(forgery)
+    assert (audit.tokens, audit.version, audit.reward_ok) == (len(group.rollouts[0].completion_ids), 0, True)
+    assert audit.rms == pytest.approx(float(behind.square().mean().sqrt()))
+    assert audited(group).rms == pytest.approx(0.0, abs=1e-4)
+    assert [audited(group, reward_off=off).reward_ok for off in (0.0, 1.0, None)] == [True, False, None]
+    gone = audited(group, shelf=Shelf({}))
+    assert (gone.tokens, gone.rms, gone.reward_ok) == (0, 0.0, True)
+
+
+class Certain:
+    """Weights under which the answer can't be: all probability is elsewhere, or nothing is a number."""
+
+    def __init__(self, logprob: float) -> None:
+        self.logprob = logprob
+
+    def score(self, version: int, rollouts: Sequence[Rollout]) -> list[Scored]:
+        sizes = [torch.ones(len(r.completion_ids), dtype=torch.float64) for r in rollouts]
+        return [Scored(self.logprob * one, 0 * one, 0 * one, 0 * one) for one in sizes]
+
+
+def test_tokens_that_the_policy_can_not_write_are_as_far_behind_as_anything_and_no_number_is_no_proof():
+    group = answers(MODEL, 1)[0]
+    audit = greedy(group, Certain(-np.inf), lambda _: False, reward_off=0.0, max_rms=BOUND)
+    assert (audit.verdict, audit.rms) == ("failed", 20.0)
+    audit = greedy(group, Certain(np.nan), lambda _: False, reward_off=0.0, max_rms=BOUND)
+    assert (audit.verdict, audit.fault) == ("unclear", "")
 
 
 def test_each_token_is_held_against_the_version_that_its_span_claims():

@@ -238,7 +238,20 @@ def test_figures_of_a_few_tokens_by_hand():
     assert found.kl == pytest.approx(((math.exp(-0.1) - 1 + 0.1) + (math.exp(0.2) - 1 - 0.2)) / 2)
     assert found.surprise == pytest.approx((1.1 - 1.5) + (1.8 - 0.5))
     assert (found.variance, found.spread, found.jump) == pytest.approx((4.25, 2.5, 1.5))
+    assert found.excess == pytest.approx(found.surprise)
     assert figures(Tokens(*(np.zeros(0) for _ in range(4)))) == NOTHING
+
+
+def test_one_very_unlikely_token_adds_no_more_than_five_nats_to_the_bounded_sum():
+    tokens = Tokens(np.zeros(3), np.array([-12.0, -4.0, -0.5]), np.array([1.0, 1.0, 1.0]), np.ones(3))
+    found = figures(tokens)
+    assert found.surprise == pytest.approx(11.0 + 3.0 - 0.5)
+    assert found.excess == pytest.approx(5.0 + 3.0 - 0.5)
+
+
+def test_where_the_policy_is_sure_rounding_makes_no_variance():
+    found = figures(Tokens(np.zeros(4), np.zeros(4), np.zeros(4), np.full(4, -1e-15)))
+    assert (found.variance, found.spread) == (0.0, 0.0)
 
 
 def test_a_token_that_the_policy_can_not_write_is_far_off_and_finite():

@@ -120,6 +120,7 @@ def test_the_shelf_keeps_what_admissible_rollouts_may_be_of(tmp_path: Path):
         ({"staleness_budget": 6, "publish_period": 2}, 5),
         ({"staleness_budget": 1000, "publish_period": 1}, MOST),
         ({"staleness": {"max": 8, "adaptive": True}}, 10),
+        ({"staleness": {"max": 1, "adaptive": True}}, 3),
         ({"trust": {"probation": 0, "audit_share": 0, "each_version": False}}, 2),
     ],
 )
@@ -130,5 +131,6 @@ def test_how_many_versions_are_kept(changes, expected: int):
 def test_where_audits_compute():
     assert audit_device("cpu", spread=False) == CPU
     assert audit_device("", spread=True) == CPU
-    with pytest.raises(BadInput, match="ECHO2_LEARNER_AUDIT_DEVICE"):
-        audit_device("cuda:63", spread=False)
+    for number in (torch.cuda.device_count(), 63):
+        with pytest.raises(BadInput, match="ECHO2_LEARNER_AUDIT_DEVICE"):
+            audit_device(f"cuda:{number}", spread=False)
