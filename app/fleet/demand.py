@@ -39,13 +39,15 @@ class Demand:
         active = [n for n in seen.nodes.values() if n.state == NodeState.ACTIVE]
         was_feasible = job.capacity.get("feasible")
         steps = await self._steps(session, job)
-        aim = self._steer(session, job, spec, need.mu_target, steps)
-        fastest = estimates.fastest_step([s.t_train for s in reversed(steps)]) if steps else 0.0
+        times = steering.batch_times(steps, spec.rollouts_per_step) or [job.t_train or 1.0]
+        t_batch = estimates.usual_step(times)
+        aim = self._steer(session, job, spec, need.mu_target, t_batch, steps)
+        fastest = estimates.fastest_step(times)
         job.capacity = {
             **need.as_dict(),
             "mu_pool": sum(n.mu_measured or 0.0 for n in active),
             "mu_steered": aim.target,
-            "mu_lasting": aim.target * max(1.0, (job.t_train or 1.0) / fastest) if fastest > 0 else aim.target,
+            "mu_lasting": aim.target * max(1.0, t_batch / fastest) if fastest > 0 else aim.target,
             "mu_knee": aim.knee,
             "steering": aim.why,
             "steering_state": [aim.factor, aim.since_step, aim.near],
@@ -76,16 +78,16 @@ class Demand:
         ]
 
     def _steer(
-        self, session: AsyncSession, job: Job, spec: JobSpec, eq2: float, steps: list[steering.Seen]
+        self, session: AsyncSession, job: Job, spec: JobSpec, eq2: float, t_batch: float, steps: list[steering.Seen]
     ) -> steering.Aim:
-        """The aim by what the newest steps showed; a move of it, or of κ, is an event."""
+        """The aim by what the newest steps showed; a move of it, or of κ, is an event. `t_batch`: seconds for R."""
         factor, since, *near = job.capacity.get("steering_state", [None, 0])
         aim = steering.steer(
             (factor, since, bool(near and near[0])),
             eq2=eq2,
             rollouts=spec.rollouts_per_step,
             gamma=spec.safety_factor,
-            t_train=job.t_train or 1.0,
+            t_train=t_batch,
             kappa=job.publish_period,
             staleness=job.staleness_budget,
             allowed=steering.periods(

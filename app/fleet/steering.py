@@ -95,6 +95,16 @@ def periods(longest: int, *, fixed: bool, t_train: float, t_bcast: float | None)
     return Periods(least, shortest, longest)
 
 
+def batch_times(steps: Sequence[Seen], rollouts: int) -> list[float]:
+    """Seconds that each step would have taken for R `rollouts` alone, newest first (`steps` ascending).
+
+    A step takes further groups where some are to spare, in the place of those without a signal (docs/learner.md,
+    `refill`). Nobody rents for them: held against R, its time would say that the learner needs less than it does, and
+    it would wait as soon as nothing is to spare any more.
+    """
+    return [s.t_train * min(1.0, rollouts / s.trained) if s.trained else s.t_train for s in reversed(steps)]
+
+
 def steer(
     before: tuple[float | None, int, bool],
     *,
@@ -112,8 +122,8 @@ def steer(
     consumption.
 
     `before` is (factor, since_step, near) of the last aim, (None, 0, False) at first; `eq2` the target that the
-    capacity rule gives; `rollouts` R; `t_train` seconds; `kappa` κ now; `staleness` S; `steps` ascending; `bound` the
-    share of the learner's time that it may wait; 0 switches steering off.
+    capacity rule gives; `rollouts` R; `t_train` seconds for R (`batch_times`); `kappa` κ now; `staleness` S; `steps`
+    ascending; `bound` the share of the learner's time that it may wait; 0 switches steering off.
     """
     knee = rollouts / t_train
     floor = gamma * knee

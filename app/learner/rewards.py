@@ -23,7 +23,7 @@ from app.protocol.errors import EchoError
 from app.protocol.job import JobSpec
 from app.protocol.learner import TrajectoryRef
 from app.tasks.base import Task, is_deterministic
-from app.tasks.sandbox import SandboxTask
+from app.tasks.sandbox import QUEUE_SHARE, SandboxTask
 from app.tasks.scoring import reward_of_turns, turns_of
 
 log = logging.getLogger(__name__)
@@ -39,12 +39,14 @@ PATIENCE_S = 600.0
 _LOOK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Job:
     group: Group
     ref: TrajectoryRef
-    until: float
-    rewards: Future[list[float]]
+    came: float
+    begun: float | None = None
+    """Its patience runs from then on: what waits behind slow ones is not slow itself."""
+    rewards: Future[list[float]] | None = None
 
 
 class Rewarder:
@@ -70,11 +72,11 @@ class Rewarder:
         self._refuse = refuse
         self._most = most
         self._clock = clock
-        call_s = task.longest_call_s if isinstance(task, SandboxTask) else None
-        self._patience_s = patience_s or (PATIENCE_S if call_s is None else call_s * spec.batch.group_bounds[1])
+        self._patience_s = patience_s or patience(task, spec.batch.group_bounds[1])
         self._pool = ThreadPoolExecutor(threads(spec), thread_name_prefix="rewards")
         self._jobs: dict[str, _Job] = {}
         """By work item."""
+        self._last_begun = clock()
         self._stopped = False
         self._changed = threading.Condition()
 
@@ -90,19 +92,26 @@ class Rewarder:
             held = self._jobs.get(group.work_item)
             if self._stopped or (held is not None and held.ref.seq >= ref.seq):
                 return
-            future = self._pool.submit(self._score, group, turns)
-            job = self._jobs[group.work_item] = _Job(group, ref, self._clock() + self._patience_s, future)
-        if held is not None:
+            job = self._jobs[group.work_item] = _Job(group, ref, self._clock())
+            future = job.rewards = self._pool.submit(self._score, job, turns)
+        if held is not None and held.rewards is not None:
             held.rewards.cancel()
         future.add_done_callback(partial(self._done, job))
 
     def sweep(self) -> None:
-        """Give up what takes too long."""
+        """Give up what takes too long, and what waits where nothing has been begun for as long."""
         now = self._clock()
         with self._changed:
-            late = [job for job in self._jobs.values() if job.until < now]
+            late = [job for job in self._jobs.values() if now - self._since(job) > self._patience_s]
         for job in late:
-            self._end(job, lambda job: self._unscored(job, f"takes longer than {self._patience_s:.0f} s"))
+            self._end(job, self._late)
+
+    def _late(self, job: _Job) -> None:
+        what = "takes longer than" if job.begun is not None else "waits for others that hang, for more than"
+        self._unscored(job, f"{what} {self._patience_s:.0f} s")
+
+    def _since(self, job: _Job) -> float:
+        return job.begun if job.begun is not None else max(job.came, self._last_begun)
 
     def stop(self) -> None:
         """Score nothing more; what runs is left to end by itself."""
@@ -119,8 +128,10 @@ class Rewarder:
                     return
             self.sweep()
 
-    def _score(self, group: Group, turns: Sequence[Sequence[str]]) -> list[float]:
-        prompt = self._task.train(group.rollouts[0].prompt_index)
+    def _score(self, job: _Job, turns: Sequence[Sequence[str]]) -> list[float]:
+        with self._changed:
+            job.begun = self._last_begun = self._clock()
+        prompt = self._task.train(job.group.rollouts[0].prompt_index)
         return [reward_of_turns(self._task, prompt, said) for said in turns]
 
     def _done(self, job: _Job, future: Future[list[float]]) -> None:
@@ -166,6 +177,14 @@ def wrong(claimed: Sequence[float], found: Sequence[float]) -> str:
         if not abs(said - right) <= SAME * max(1.0, abs(right)):
             return f"the reward of its answer {number} is {right:.6g}, and not {said:.6g}"
     return ""
+
+
+def patience(task: Task, group_size: int) -> float:
+    """Seconds for a group from its begin: each call of a sandboxed task, for its prompt and for each answer, may have
+    to wait for a process that an audit has."""
+    if not isinstance(task, SandboxTask):
+        return PATIENCE_S
+    return (1 + QUEUE_SHARE) * task.longest_call_s * (1 + group_size)
 
 
 def threads(spec: JobSpec) -> int:

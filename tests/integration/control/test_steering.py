@@ -42,6 +42,25 @@ async def test_a_learner_that_never_waits_lowers_the_aim_and_one_that_does_raise
     assert all("Eq. 2" in m for m in told)
 
 
+@pytest.mark.parametrize(("groups", "knee"), [(1, 1.0), (2, 1.0), (4, 2.0)])
+async def test_what_a_step_takes_beside_its_batch_is_not_what_it_needs(
+    control: World, groups: int, knee: float
+) -> None:
+    """Steps of 2 s. One that took twice its batch, of what was to spare, would do its own in half of the time."""
+    job_id = await control.create(stop={"steps": 500}, batch={"prompts": 2, "group_size": GROUP})
+    learner, nodes = await control.running(job_id, nodes=2)
+    for _ in range(8):
+        await learner.train(await nodes[0].produce(groups), t_idle=0.0, t_train=2.0)
+        await learner.publish(learner.step)
+        for node in nodes:
+            node.version = learner.step
+            await node.beat()
+        await control.round()
+    capacity = (await control.get(f"/v1/jobs/{job_id}/fleet"))["capacity"]
+    assert capacity["mu_knee"] == pytest.approx(knee * 2 * GROUP / 2.0)
+    assert (await control.get(f"/v1/jobs/{job_id}"))["learner"]["t_train"] == pytest.approx(2.0)
+
+
 async def test_the_aim_survives_a_restart_of_the_control_service(control: World) -> None:
     job_id = await control.create(stop={"steps": 500})
     learner, nodes = await control.running(job_id, nodes=2)

@@ -23,7 +23,7 @@ from app.protocol.errors import TaskFailed
 from app.protocol.learner import TrajectoryRef
 from app.storage.stores import FolderStore
 from app.tasks.base import Prompt
-from app.tasks.sandbox import SandboxTask
+from app.tasks.sandbox import QUEUE_SHARE, SandboxTask
 from tests.unit.learner.samples import VOCABULARY, group, job
 from tests.unit.learner.test_inbox import WORD, Index, prompt_ids, reference
 
@@ -96,11 +96,13 @@ class Rig:
         auditor: Auditor | None = None,
         *,
         buffer: ReplayBuffer | None = None,
+        processes: int = 4,
         **given,
     ):
         self.store, self.buffer = FolderStore(tmp_path), ReplayBuffer() if buffer is None else buffer
         self.gone: list[tuple[str, str]] = []
-        self.spec = job(rewards=rewards, learner={"eval_by": "learner"})
+        task_of = {"name": "reasoning_gym", "params": {"dataset": "gcd"}, "limits": {"processes": processes}}
+        self.spec = job(rewards=rewards, learner={"eval_by": "learner"}, task=task_of)
         reader = GroupReader(self.store, prompt_ids, group_size=4, max_tokens=8, vocabulary=VOCABULARY)
         make = partial(Rewarder, self.spec, task, Letters(), **given)
         self.inbox = Inbox(Index(), reader, self.buffer, Directives(WORD), auditor, make)  # type: ignore[arg-type]
@@ -244,11 +246,48 @@ def test_a_group_has_as_long_as_its_task_says_for_each_answer(rig):
     pool = SimpleNamespace(longest_call_s=10.0, close=lambda: None, ask=lambda *_, **__: go.wait(WAIT_S) and {})
     made = rig(SandboxTask(pool, {"name": "t"}), clock=lambda: now[0])
     made.take(answers("a"))
-    most = 10.0 * made.spec.batch.group_size
+    # Each may have to wait for a process first, and so may its prompt.
+    most = (1 + QUEUE_SHARE) * 10.0 * (1 + made.spec.batch.group_size)
     for moment, gone in ((most - 1, []), (most + 1, [("a", "unscored")])):
         now[0] = moment
         made.inbox._rewarder.sweep()
         assert made.dropped(len(gone)) == gone
+    go.set()
+
+
+def test_a_group_that_waits_behind_slow_ones_is_not_given_up_for_their_time(rig):
+    """Each of three takes 50 s of the 60 that a group has, one after the other."""
+    now, turn, begun = [0.0], threading.Semaphore(0), threading.Semaphore(0)
+
+    def before(text: str) -> None:
+        if text.startswith("0"):
+            begun.release()
+            assert turn.acquire(timeout=WAIT_S)
+
+    made = rig(Sums(before), processes=1, patience_s=60.0, clock=lambda: now[0])
+    made.take(*(answers(name) for name in "abc"))
+    for _ in range(3):
+        assert begun.acquire(timeout=WAIT_S)
+        now[0] += 50.0
+        made.inbox._rewarder.sweep()
+        turn.release()
+    assert sorted(g.work_item for g in made.arrived(3)) == ["a", "b", "c"]
+    assert made.dropped(0) == []
+
+
+def test_what_waits_where_everything_hangs_is_given_up_as_well(rig):
+    now, go, begun = [0.0], threading.Event(), threading.Event()
+
+    def before(_: str) -> None:
+        begun.set()
+        assert go.wait(WAIT_S)
+
+    made = rig(Sums(before), processes=1, patience_s=60.0, clock=lambda: now[0])
+    made.take(*(answers(name) for name in "ab"))
+    assert begun.wait(WAIT_S)
+    now[0] = 61.0
+    made.inbox._rewarder.sweep()
+    assert sorted(made.dropped(2)) == [("a", "unscored"), ("b", "unscored")]
     go.set()
 
 
