@@ -40,7 +40,8 @@ class Demand:
         was_feasible = job.capacity.get("feasible")
         steps = await self._steps(session, job)
         times = steering.batch_times(steps, spec.rollouts_per_step) or [job.t_train or 1.0]
-        t_batch = estimates.usual_step(times)
+        bound = self.core.settings.bubble_bound
+        t_batch = steering.held_by(times, steps, usual=estimates.usual_step(times), bound=bound)
         aim = self._steer(session, job, spec, need.mu_target, t_batch, steps)
         fastest = estimates.fastest_step(times)
         job.capacity = {

@@ -16,6 +16,7 @@ only when the pool really delivered what was asked for and the learner waited al
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,18 @@ def batch_times(steps: Sequence[Seen], rollouts: int) -> list[float]:
     return [s.t_train * min(1.0, rollouts / s.trained) if s.trained else s.t_train for s in reversed(steps)]
 
 
+def held_by(times: Sequence[float], steps: Sequence[Seen], *, usual: float, bound: float) -> float:
+    """Seconds of a step by which the pool is held: `usual`, that of the newest ones, or the mean of all `times` without
+    their tenth at either end, whichever is longer, as long as the learner has not waited for more than `bound`.
+
+    Steps that come faster for a while need no machine if nobody waits: it would have to boot, and be given back.
+    """
+    if not times or measured(steps[-WINDOW_STEPS:])[0] > bound:
+        return usual
+    tenth = len(times) // 10
+    return max(usual, statistics.fmean(sorted(times)[tenth : len(times) - tenth]))
+
+
 def steer(
     before: tuple[float | None, int, bool],
     *,
@@ -122,7 +135,7 @@ def steer(
     consumption.
 
     `before` is (factor, since_step, near) of the last aim, (None, 0, False) at first; `eq2` the target that the
-    capacity rule gives; `rollouts` R; `t_train` seconds for R (`batch_times`); `kappa` κ now; `staleness` S; `steps`
+    capacity rule gives; `rollouts` R; `t_train` seconds for R (`held_by`); `kappa` κ now; `staleness` S; `steps`
     ascending; `bound` the share of the learner's time that it may wait; 0 switches steering off.
     """
     knee = rollouts / t_train

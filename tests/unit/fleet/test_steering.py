@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.fleet.steering import MOST, WINDOW_STEPS, Aim, Periods, Seen, measured, periods, steer
+from app.fleet.steering import (
+    MOST,
+    WINDOW_STEPS,
+    Aim,
+    Periods,
+    Seen,
+    batch_times,
+    held_by,
+    measured,
+    periods,
+    steer,
+)
 
 ROLLOUTS, GAMMA, T_TRAIN, KAPPA = 256, 1.1, 10.0, 2
 KNEE = ROLLOUTS / T_TRAIN
@@ -232,3 +243,34 @@ def test_measured_is_weighted_by_time() -> None:
     steps = [Seen(1, 1.0, 0.0, 10, 0, 4.0), Seen(2, 1.0, 2.0, 10, 5, 8.0)]
     assert measured(steps) == pytest.approx((0.5, 0.2, 7.0))
     assert measured([]) == (0.0, 0.0, 0.0)
+
+
+def test_a_step_that_took_more_than_its_batch_counts_by_the_batch_s_share() -> None:
+    steps = [
+        Seen(n, 2.0, 0.0, trained, 0, KNEE) for n, trained in enumerate((ROLLOUTS, 2 * ROLLOUTS, ROLLOUTS // 2, 0), 1)
+    ]
+    assert batch_times(steps, ROLLOUTS) == [2.0, 2.0, 1.0, 2.0], "newest first"
+    assert batch_times([], ROLLOUTS) == []
+
+
+@pytest.mark.parametrize(
+    ("newest", "bubble", "expected"),
+    [
+        (5.0, 0.0, 10.0),  # faster for a while, and nobody waits: no machine for that
+        (5.0, 0.04, 10.0),
+        (5.0, 0.06, 5.0),  # they are missed
+        (20.0, 0.0, 20.0),  # slower: less is needed at once
+    ],
+)
+def test_steps_that_come_faster_need_no_machine_until_the_learner_waits(
+    newest: float, bubble: float, expected: float
+) -> None:
+    steps = history(1, 54, pool=KNEE) + history(55, 6, pool=KNEE, t_train=newest, bubble=bubble)
+    times = batch_times(steps, ROLLOUTS)
+    assert held_by(times, steps, usual=newest, bound=0.05) == expected
+
+
+def test_a_first_step_that_took_long_is_left_out_of_the_mean() -> None:
+    steps = history(1, 1, pool=KNEE, t_train=100.0) + history(2, 19, pool=KNEE)
+    assert held_by(batch_times(steps, ROLLOUTS), steps, usual=T_TRAIN, bound=0.05) == pytest.approx(T_TRAIN)
+    assert held_by([], [], usual=3.0, bound=0.05) == 3.0
