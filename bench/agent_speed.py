@@ -1,7 +1,7 @@
 """One vLLM server, driven by a bare loop and by the agent's worker, in turns; and what a swap takes beyond the load.
 
-The bare loop keeps a few more requests under way than the engine decodes at once, over the same prompts and with the
-same limits, and throws the answers away. Both are measured by the engine's own count of tokens. Turns are short and
+The bare loop keeps half as many requests again under way as the engine decodes at once, over the same prompts and with
+the same limits, and throws the answers away. Both are measured by the engine's own count of tokens. Turns are short and
 neighbours are compared, in changing order, since the machine's own speed may double or halve within minutes; so are
 swaps and loads.
 """
@@ -46,8 +46,8 @@ SEQUENCES = 64
 """More than two cores decode in one go would only wait for each other."""
 WARM_S = 25.0
 """A worker finds out in that time how much the engine takes."""
-BARE = SEQUENCES + GROUP_SIZE
-"""Under way in the bare loop: a queue that is never empty, and too short for the idle worker to take it for its own."""
+BARE = SEQUENCES * 3 // 2
+"""Under way in the bare loop: samples are equally long and end together, and a shorter queue would be empty then."""
 FULL = 0.9
 """A turn is measured from when so much of what the engine decodes at once is under way."""
 TURN_S = 60.0
@@ -234,6 +234,7 @@ async def compare(found: Rig, seconds: float, rounds: int, say: Callable[[str], 
                 f"turn {number + 1}: agent {speed:.0f}/s with {levels[-1]} under way, bare loop {least:.0f}/s, "
                 f"ratio {speed / least:.3f}; cores taken {own:.2f} and {others:.2f}"
             )
+        handed_in = stub.handed_in()
     ratios = sorted(a / b for (a, _), (b, _) in zip(through, direct, strict=True))
     return {
         "tokens_vs_engine": round(statistics.median(ratios), 4),
@@ -241,6 +242,7 @@ async def compare(found: Rig, seconds: float, rounds: int, say: Callable[[str], 
         "agent_tokens_per_s": round(statistics.median(speed for speed, _ in through), 1),
         "engine_tokens_per_s": round(statistics.median(speed for speed, _ in direct), 1),
         "under_way": levels,
+        "handed_in_tokens": handed_in,
     }
 
 

@@ -38,8 +38,9 @@ class Filling:
         return self._target.samples
 
     def follow(self, load: Load, in_flight: int) -> None:
-        """The engine has these figures with so many samples in flight."""
-        self._target = next_target(self._target, in_flight, load, self._bounds)
+        """The engine has these figures with so many samples in flight; without any they are of others' requests."""
+        if in_flight:
+            self._target = next_target(self._target, in_flight, load, self._bounds)
 
     def room(self, in_flight: int, ready: int) -> int:
         """Groups to ask for; 0: it is not worth a request yet. `ready`: groups that wait to be scored or handed in."""

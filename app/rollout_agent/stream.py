@@ -34,8 +34,8 @@ from app.rollout_agent.text_side import TextSide
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
-"""So often the engine's figures are read."""
+LOOK_S = 1.0
+"""So often the engine's figures are read. Telling them takes its server several milliseconds."""
 CUT_S, LEAST_CUT_S = 5.0, 2.0
 """So long samples may take to come back after `abort`; less where there was little time to begin with."""
 LAST_S = 5.0

@@ -22,7 +22,15 @@ LOWEST_TEMPERATURE = 0.01
 PROBE_TOLERANCE = 0.05
 """Mean absolute difference in nats, bfloat16 on either side included. A model that lacks a layer is off by more."""
 _FINISH: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
-_METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+_FIGURES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "num_preemptions",
+    "generation_tokens",
+)
+_METRIC = re.compile(rf"^vllm:({'|'.join(_FIGURES)})(?:_total)?(?:\{{[^}}]*\}})?\s+(\S+)", re.MULTILINE)
+"""Of hundreds of lines, most of them buckets, which are looked at all the time."""
 
 
 def sampling_params(*, seed: int, max_tokens: int, temperature: float, eos: Sequence[int]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import httpx
 from app.protocol.errors import BadInput, Unavailable
 from app.rollout_agent.engines.vllm_command import BASE_NAME, HOST
 from app.rollout_agent.engines.vllm_features import CHECKSUM_ROUTE
+from app.rollout_agent.engines.vllm_lanes import Lanes
 
 CONNECT_S = 5.0
 CONTROL_S = 30.0
@@ -38,9 +39,8 @@ class EngineHttp:
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers={"Authorization": f"Bearer {key}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
-            transport=transport,
+            transport=transport or Lanes(),
         )
 
     async def aclose(self) -> None:
@@ -148,7 +148,7 @@ class EngineHttp:
     ) -> httpx.Response:
         if self._http.is_closed:
             raise Unavailable("the engine was ended")
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S, pool=CONNECT_S)
         try:
             answer = await self._http.request(method, path, json=body, params=params, timeout=timeout)
         except httpx.HTTPError as error:

@@ -143,3 +143,51 @@ def test_it_follows_an_engine_that_has_less_room_later() -> None:
         for _ in range(120):
             target = next_target(target, target.samples, machine.figures(target.samples), BOUNDS)
         assert 0.75 * near <= target.samples <= 1.3 * near
+
+
+class Line:
+    """An engine with so many seats that makes a token a seat and step; a look is made every `look` steps.
+
+    Its server writes an answer in `writing` steps and reads no request meanwhile, as one with one thread does: samples
+    that end together are followed by others that begin together.
+    """
+
+    def __init__(self, seats: int, lengths: list[int], writing: float, look: int = 50) -> None:
+        self.seats, self.lengths, self.writing, self.look = seats, lengths, writing, look
+        self.running: list[int] = []
+        self.waiting: list[int] = []
+        self.asked = self.now = self.tokens = self.started = 0
+        self.busy_until = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def until_the_next_look(self, target: int) -> Load:
+        for _ in range(self.look):
+            if self.busy_until <= self.now:
+                while self.in_flight < target:
+                    self.waiting.append(self.lengths[self.started % len(self.lengths)])
+                    self.started += 1
+            free = self.seats - len(self.running)
+            self.running += self.waiting[:free]
+            self.waiting = self.waiting[free:]
+            self.tokens += len(self.running)
+            left = [length - 1 for length in self.running if length > 1]
+            if ended := len(self.running) - len(left):
+                self.busy_until = max(self.busy_until, self.now) + self.writing * ended
+            self.running = left
+            self.now += 1
+        return Load(len(self.running), len(self.waiting), 0.3, 0)
+
+
+@pytest.mark.parametrize("lengths", [[128], [512], [128, 128, 128, 60], [40 + 37 * n % 176 for n in range(97)]])
+@pytest.mark.parametrize("writing", [0.1, 0.5])
+def test_samples_that_end_together_do_not_leave_seats_empty_for_long(lengths: list[int], writing: float) -> None:
+    line, target, sizes = Line(64, lengths, writing), Target(64, met=True), []
+    for _ in range(100):
+        began = (line.tokens, line.now)
+        target = next_target(target, line.in_flight, line.until_the_next_look(target.samples), BOUNDS)
+        sizes.append(((line.tokens - began[0]) / (line.now - began[1]) / line.seats, target.samples))
+    assert sum(share for share, _ in sizes[50:]) / 50 > 0.97
+    assert sum(samples for _, samples in sizes[50:]) / 50 <= 64 * (1 + BACKLOG) + 2 * BOUNDS.step

@@ -166,3 +166,10 @@ def test_no_more_is_leased_at_once_than_one_request_may_ask_for() -> None:
         assert filling.samples == samples
         filling.follow(full(samples), samples)
     assert filling.room(0, 0) == MAX_LEASE
+
+
+def test_an_engine_that_is_busy_with_others_requests_alone_says_nothing_of_what_it_takes() -> None:
+    filling = Filling(4)
+    for _ in range(3):
+        filling.follow(Load(running=64, waiting=500, cache_used=0.99, preemptions=9), 0)
+    assert filling.samples == 16
