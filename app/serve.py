@@ -23,9 +23,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
+from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.main import create_app, marketplace_key, state_folder
+from app.open_files import allow_open_files
 from app.protocol.errors import Unavailable
 from app.settings import Settings
 from app.settings_values import own_url
@@ -147,6 +149,8 @@ async def _alone(settings: Settings) -> None:
     database = Database(settings.database_url)
     try:
         await database.claim()
+        async with database.connection() as connection:
+            await connection.execute(text("SELECT 1"))
     except (OSError, SQLAlchemyError) as error:
         # What SQLAlchemy says itself has lines of advice for programmers.
         why = str(getattr(error, "orig", None) or error).partition("\n")[0]
@@ -195,6 +199,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     """Run until SIGTERM or SIGINT, then stop in order: the service first, the marketplace after it."""
+    allow_open_files()
     asyncio.run(_alone(settings))
     # uvicorn raises the signal again when it has shut down; without a handler that would end us at once.
     signal.signal(signal.SIGTERM, _exit)
@@ -207,5 +212,9 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         except KeyboardInterrupt:
             # uvicorn has shut down in order and tells why.
             return
+        except SystemExit:
+            # Its own way to say that the start failed, with a status of its own.
+            if server.started:
+                raise
         if not server.started:
             raise Unavailable("the service did not start; the lines above say why")

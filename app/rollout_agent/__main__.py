@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 
+from app.open_files import allow_open_files
 from app.protocol.errors import EchoError
 from app.protocol.startup import MachineFacts
 from app.rollout_agent.agent import Agent
@@ -35,6 +36,7 @@ def run_agent() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # At INFO it logs every URL, and presigned ones are secrets.
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    allow_open_files()
     try:
         settings = load_settings()
         if settings.tune_network:

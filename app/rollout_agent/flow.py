@@ -15,6 +15,8 @@ from app.rollout_agent.measure import BUSY_WINDOW_S, Rates
 MAX_READY = 256
 """With so many groups waiting to be scored or handed in, nothing more is leased."""
 MAX_LEASE = 1024
+OTHER_FILES = 256
+"""Files that an agent has open besides a connection for each sample."""
 EAGER = 8
 """Work is asked for when this part of the target is free: fewer requests, and the backlog fills the gap."""
 HALF_LIFE_S = 30.0
@@ -24,12 +26,17 @@ LEAST_S = 1.0
 """Less time than that says nothing."""
 
 
-class Filling:
-    """How many samples should be in flight, in groups of `group_size`."""
+def most_samples(open_files: int) -> int:
+    """Samples in flight of a process that may have so many files open: each has a connection to the engine."""
+    return max(1, min(MAX_SAMPLES, open_files - OTHER_FILES))
 
-    def __init__(self, group_size: int) -> None:
+
+class Filling:
+    """How many samples should be in flight, in groups of `group_size`; at most `most`, or one group."""
+
+    def __init__(self, group_size: int, most: int = MAX_SAMPLES) -> None:
         self._group_size = group_size
-        self._bounds = Bounds(group_size, max(MAX_SAMPLES, group_size), group_size)
+        self._bounds = Bounds(group_size, max(most, group_size), group_size)
         self._target = first_target(self._bounds)
 
     @property

@@ -35,9 +35,9 @@ from app.rollout_agent.text_side import TextSide
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""So often the engine's figures are read. Telling them takes its server several milliseconds."""
+"""So often the engine's figures are read."""
 CUT_S, LEAST_CUT_S = 5.0, 2.0
-"""So long samples may take to come back after `abort`; less where there was little time to begin with."""
+"""So long samples may take to come back after `abort`; less where there was little time."""
 LAST_S = 5.0
 """So long it may take to hand over what is unfinished when there was no drain."""
 UNSCORED = 8
@@ -47,7 +47,7 @@ UNSCORED = 8
 class StreamWorker:
     """Runs until `drain`, a fault (WorkerFault), or until the control service says that the node is over.
 
-    `oldest_admissible`: see Directives. `group_size` is that of the job.
+    `oldest_admissible`: see Directives. `filling` says how many samples are to be in flight.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StreamWorker:
         ledger: WorkLedger,
         *,
         sampling: SamplingSpec,
-        group_size: int,
+        filling: Filling,
         text_pool: Executor,
         oldest_admissible: Callable[[], int | None],
         clock: Callable[[], float] = time.monotonic,
@@ -82,7 +82,7 @@ class StreamWorker:
         self._oldest_admissible = oldest_admissible
         self._clock = clock
         self._look_s = look_s
-        self._filling = Filling(group_size)
+        self._filling = filling
         self._unscored = 0
         self._drain_by, self._cut_s = 0.0, CUT_S
         self._installed, self._draining = asyncio.Event(), asyncio.Event()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from app.open_files import open_files
 from app.protocol.errors import EchoError
 from app.protocol.node import Directives, JoinAnswer
 from app.rollout_agent.client import NodeClient
@@ -20,6 +21,7 @@ from app.rollout_agent.delivery import Delivery
 from app.rollout_agent.engines.base import Engine, StreamEngine
 from app.rollout_agent.engines.registry import is_stream
 from app.rollout_agent.faults import Faults
+from app.rollout_agent.flow import Filling, most_samples
 from app.rollout_agent.hosting import BatchHost, StreamHost
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkerFault, WorkLedger
@@ -91,7 +93,8 @@ def make_worker(
     return StreamWorker(
         client, streaming, text, source, delivery, partials,
         Sampler(streaming, revive, ledger, environments=environments, clock=parts.clock), ledger,
-        sampling=joined.sampling, group_size=joined.group_size, text_pool=parts.engine_pool,
+        sampling=joined.sampling, text_pool=parts.engine_pool,
+        filling=Filling(joined.group_size, most_samples(open_files())),
         oldest_admissible=lambda: parts.directives().oldest_admissible, clock=parts.clock,
     )  # fmt: skip
 

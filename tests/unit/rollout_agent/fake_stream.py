@@ -18,6 +18,7 @@ from app.protocol.job import SamplingSpec
 from app.protocol.node import Weights
 from app.rollout_agent.delivery import Delivery
 from app.rollout_agent.engines.base import Completion, EngineDied, Load, Span, Tainted
+from app.rollout_agent.flow import Filling
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkLedger
 from app.rollout_agent.partials import Partials
@@ -292,7 +293,7 @@ class Shift:
             Sampler(self.engine, self._again, self.ledger, clock=self.clock, sleep=sleep),
             self.ledger,
             sampling=SamplingSpec(max_tokens=MAX_TOKENS),
-            group_size=GROUP,
+            filling=Filling(GROUP),
             text_pool=text_pool,
             oldest_admissible=lambda: self.floor,
             clock=self.clock,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.rollout_agent.engines.base import Load
-from app.rollout_agent.flow import MAX_LEASE, MAX_READY, Filling, FlowMeter
+from app.rollout_agent.flow import MAX_LEASE, MAX_READY, Filling, FlowMeter, most_samples
 
 
 def run(meter: FlowMeter, start: float, seconds: float, *, in_flight: int, target: int, per_s: float) -> float:
@@ -173,3 +173,11 @@ def test_an_engine_that_is_busy_with_others_requests_alone_says_nothing_of_what_
     for _ in range(3):
         filling.follow(Load(running=64, waiting=500, cache_used=0.99, preemptions=9), 0)
     assert filling.samples == 16
+
+
+@pytest.mark.parametrize(("files", "samples"), [(65_536, 1024), (1280, 1024), (1024, 768), (300, 44), (200, 1)])
+def test_no_more_samples_are_in_flight_than_connections_may_be_open(files: int, samples: int) -> None:
+    filling = Filling(1, most_samples(files))
+    for _ in range(12):
+        filling.follow(full(filling.samples), filling.samples)
+    assert filling.samples == samples
