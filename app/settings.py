@@ -21,7 +21,9 @@ from app.settings_values import (
     SECONDS,
     URL,
     DatabaseUrl,
+    Environment,
     Folder,
+    Host,
     HttpUrl,
     ObjectStoreUrl,
     ProviderNames,
@@ -45,7 +47,7 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
     )
 
-    host: str = Field("127.0.0.1", pattern=r"^[A-Za-z0-9.:_-]+$", description="an address or host name to listen on")
+    host: Host = Field("127.0.0.1", description="an address or host name to listen on")
     port: int = Field(8080, ge=1, le=65_535, description="a port, 1…65535")
     state_dir: Folder = Field(
         default_factory=lambda: Path(os.path.abspath(".echo2")),
@@ -182,28 +184,23 @@ class Settings(BaseSettings):
     agent_constraints: Folder | None = Field(
         None, description="a pip constraints file for bare machines; without it what this service itself runs with"
     )
-    agent_engine: str = Field(
-        "transformers", pattern=r"^[a-z][a-z0-9_]{0,31}$", description="the name of the engine that nodes generate with"
+    agent_engine: Literal["transformers", "vllm", "auto"] = Field(
+        "transformers", description="transformers, vllm or auto: the engine that nodes generate with"
     )
+    agent_env: Environment | None = Field(None, description="NAME=VALUE words for the environment of nodes, no secrets")
     agent_hf_endpoint: HttpUrl | None = Field(
         None, description=f"{URL}, of a mirror of the Hugging Face Hub that nodes fetch public weights from"
     )
     priors_file: Folder | None = Field(
         None, description="a file of JSON lines from `echo2 bench-node --json`: measured speed instead of a guess"
     )
-    learner_relay_host: str = Field(
-        "127.0.0.1",
-        pattern=r"^[A-Za-z0-9.:_-]+$",
-        description="the address that the learner's relay listens on",
-    )
+    learner_relay_host: Host = Field("127.0.0.1", description="the address that the learner's relay listens on")
     learner_relay_announce: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9._-]+$",
         description="the host name or IPv4 address that nodes reach the learner's relay at; else where it listens",
     )
-    learner_processes: int = Field(
-        1, ge=1, le=64, description="processes of a learner that is started here, one a GPU, 1…64"
-    )
+    learner_processes: int = Field(1, ge=1, le=64, description="processes of a learner started here, one a GPU, 1…64")
     learner_uplink_mbps: float = Field(
         1000, gt=0, le=1_000_000, allow_inf_nan=False, description="Mbit/s that the learner can send"
     )

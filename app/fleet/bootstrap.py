@@ -5,6 +5,8 @@ Invariant: a machine gets the control URL and a one-time join token and no other
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 RELAY_PORT = 7070
 """Container port of the snapshot relay."""
 
@@ -99,10 +101,16 @@ OWN_MACHINES = frozenset({"static", "marketplace"})
 
 
 def environment(
-    *, control_url: str, join_token: str, engine: str, provider: str, hf_endpoint: str | None = None
+    *,
+    control_url: str,
+    join_token: str,
+    engine: str,
+    provider: str,
+    hf_endpoint: str | None = None,
+    further: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Environment of the machine. `hf_endpoint`: a mirror of the Hugging Face Hub."""
-    told = {"ECHO2_CONTROL_URL": control_url, "ECHO2_JOIN_TOKEN": join_token, "ECHO2_ENGINE": engine}
+    """Environment of the machine. `hf_endpoint`: a mirror of the Hugging Face Hub; `further`: what the user adds."""
+    told = {**(further or {}), "ECHO2_CONTROL_URL": control_url, "ECHO2_JOIN_TOKEN": join_token, "ECHO2_ENGINE": engine}
     told |= {"ECHO2_HF_ENDPOINT": hf_endpoint} if hf_endpoint is not None else {}
     return told if provider in OWN_MACHINES else {**told, "ECHO2_APT": "1", "ECHO2_TUNE_NETWORK": "1"}
 

@@ -174,6 +174,7 @@ class Leases:
                 engine=engine,
                 provider=offer.provider,
                 hf_endpoint=settings.agent_hf_endpoint,
+                further=settings.agent_env,
             ),
             disk_gb=lease.disk_gb,
             # A host without a free port would start without the one that it promised: such a node relays to nobody.

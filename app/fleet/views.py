@@ -238,6 +238,7 @@ class Views:
             "audits": node.audits if node else 0,
             "audit_failures": node.audit_failures if node else 0,
             "drift": node.audit_rms if node else None,
+            "mismatch_kl": node.audit_kl if node else None,
             "twins": node.twins if node else 0,
             "twin_doubt": node.twin_doubt if node else 0.0,
             "tokens_generated": node.tokens_generated if node else 0,

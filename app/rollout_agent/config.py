@@ -19,6 +19,20 @@ from app.protocol.errors import BadInput
 from app.rollout_agent.preemption.watch import Cloud
 
 _URL = TypeAdapter(HttpUrl)
+_KEPT = (
+    *("--config", "--host", "--port", "--uds", "--api-key", "--middleware", "--root-path"),
+    *("--model", "--served-model-name", "--load-format", "--worker-extension-cls", "--enable-lora"),
+    *("--logprobs-mode", "--generation-config", "--override-generation-config", "--logits-processors"),
+    *("--runner", "--scheduling-policy", "--enable-scale-out"),
+)
+"""Arguments of vLLM's server that what a node promises rests on: who may reach it, whose weights it has, and that what
+it samples is of the whole distribution."""
+
+
+def _kept(argument: str) -> str | None:
+    """The one of ours that an argument would change; it may be shortened, as argparse allows."""
+    name = argument.partition("=")[0].replace("_", "-")
+    return next((kept for kept in _KEPT if len(name) > 3 and kept.startswith(name)), None)
 
 
 class AgentSettings(BaseSettings):
@@ -59,7 +73,8 @@ class AgentSettings(BaseSettings):
     vllm_start_timeout_s: float = Field(default=900.0, gt=0)
     """So long vLLM may take to come up."""
     vllm_args: str = ""
-    """Further arguments of vLLM's server, as a shell would read them; they win over ours."""
+    """Further arguments of vLLM's server, as a shell would read them; they win over ours but for those that may not be
+    changed."""
     hf_endpoint: str = "https://huggingface.co"
     """The Hugging Face Hub, or a mirror of it, for public weights. It is never sent a token."""
     notices: Cloud = ""
@@ -70,7 +85,9 @@ class AgentSettings(BaseSettings):
     @field_validator("vllm_args")
     @classmethod
     def _words(cls, value: str) -> str:
-        shlex.split(value)
+        for word in shlex.split(value):
+            if kept := _kept(word):
+                raise ValueError(f"{kept} is the agent's own: it may not be changed")
         return value
 
     @field_validator("control_url", "hf_endpoint")

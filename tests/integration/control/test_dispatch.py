@@ -100,6 +100,29 @@ async def test_groups_predicted_long_go_to_the_fast_node_and_to_the_slow_one_wha
     assert [i.prompt_index for i in then] == [order[1]]
 
 
+@pytest.mark.parametrize(("failures", "favourite"), [(0.95, 2), (0.05, 0)])
+async def test_coba_favours_what_a_policy_that_fails_or_succeeds_often_can_learn_from(
+    control: World, failures: float, favourite: int
+) -> None:
+    job_id = await control.create(
+        batch={"prompts": 3, "group_size": 4, "group_policy": "coba", "max_group": 8}, stop={"steps": 50}
+    )
+    await control.ready_learner(job_id, 1)
+    order = [prompt_at(0, ordinal, 50) for ordinal in range(3)]
+    await _know(control, job_id, dict.fromkeys(order, 2.0), 2.0, dict(zip(order, (250, 500, 750), strict=True)))
+    async with control.svc.core.db.write() as session:
+        await session.execute(update(Job).where(Job.id == job_id).values(failure_rate=failures))
+    await control.round()
+    await control.round(10)
+    node = await control.join(next(r for r in control.provider.live() if r.env))
+    items: list[WorkItem] = []
+    while len(items) < 3:
+        items += (await node.work(1))[0]
+    sizes = {i.prompt_index: i.group_size for i in items}
+    assert sum(sizes.values()) == 12
+    assert max(sizes, key=lambda prompt: sizes[prompt]) == order[favourite]
+
+
 async def test_group_sizes_follow_the_policy_and_every_count_follows_them(control: World) -> None:
     job_id = await control.create(
         batch={"prompts": 4, "group_size": 4, "group_policy": "cures", "max_group": 8}, stop={"steps": 50}

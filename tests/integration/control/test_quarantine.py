@@ -56,6 +56,8 @@ async def test_audits_that_pass_are_counted_shown_and_told_to_the_next_learner(c
     assert (shown["audits"], shown["audit_failures"]) == (2, 0)
     assert shown["drift"] == row.audit_rms
     assert 0.01 < shown["drift"] < 0.02
+    assert shown["mismatch_kl"] == row.audit_kl
+    assert 0 < shown["mismatch_kl"] < 2e-4
     assert {ref.audits_passed for ref in await learner.poll()} == {2}
     assert f'echo2_audits_total{{job="{job_id}",verdict="passed"}} 2.0' in (await control.http.get("/metrics")).text
 

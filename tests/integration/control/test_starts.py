@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.integration.control.fake_provider import FakeProvider, Rented
-from tests.integration.control.rig import FakeClock, Node_, World, machines
+from tests.integration.control.rig import URL, FakeClock, Node_, World, machines
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 GIB = 1024**3
@@ -210,3 +210,11 @@ async def test_a_machine_that_says_it_is_unfit_is_left_alone_for_an_hour(
     control.clock.advance(1800)
     offers = await control.get("/v1/offers", job_id=job_id)
     assert why in {o["machine_id"]: o["excluded"] for o in offers["items"]}["m1"]
+
+
+async def test_a_machine_has_the_user_s_environment_besides_the_service_s(open_world: OpenWorld) -> None:
+    async with open_world(agent_env={"ECHO2_VLLM_ON_SWAP": "resubmit"}) as control:
+        _, rented = await renting(control, control.provider)
+        assert rented.env["ECHO2_VLLM_ON_SWAP"] == "resubmit"
+        assert rented.env["ECHO2_CONTROL_URL"] == URL
+        assert rented.env["ECHO2_JOIN_TOKEN"]

@@ -56,6 +56,7 @@ def test_what_rests_on_the_state_folder_follows_it(monkeypatch: pytest.MonkeyPat
         ("postgresql://u:p@h:5432/d", "postgresql+asyncpg://u:p@h:5432/d"),
         ("postgres://u:p@h/d?sslmode=require", "postgresql+asyncpg://u:p@h/d?ssl=require"),
         ("postgresql+asyncpg://h/d", "postgresql+asyncpg://h/d"),
+        ("postgresql://u:p%40ss@h/d?command_timeout=5", "postgresql+asyncpg://u:p%40ss@h/d?command_timeout=5"),
         ("sqlite:////var/e.db", "sqlite+aiosqlite:////var/e.db"),
         ("sqlite+aiosqlite:////var/e.db", "sqlite+aiosqlite:////var/e.db"),
     ],
@@ -101,6 +102,7 @@ def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 BAD = [
     ("ECHO2_HOST", "a b", "address"),
+    ("ECHO2_HOST", "echo2..example.org", "address"),
     ("ECHO2_PORT", "0", "1…65535"),
     ("ECHO2_PORT", "65536", "1…65535"),
     ("ECHO2_PORT", "http", "1…65535"),
@@ -108,6 +110,10 @@ BAD = [
     ("ECHO2_DATABASE_URL", "mysql://user:hunter2@host/x", "postgresql://"),
     ("ECHO2_DATABASE_URL", "hunter2", "postgresql://"),
     ("ECHO2_DATABASE_URL", "sqlite://", "sqlite:////"),
+    ("ECHO2_DATABASE_URL", "postgresql://user:p@ss:hunter2@host/x", "postgresql://"),
+    ("ECHO2_DATABASE_URL", "postgresql://host:99999/x", "postgresql://"),
+    ("ECHO2_DATABASE_URL", "postgresql://user:p?hunter2=x@host/x", "postgresql://"),
+    ("ECHO2_DATABASE_URL", "postgresql://host/x?sslmode=require&channel_binding=require", "postgresql://"),
     ("ECHO2_OBJECT_STORE_URL", "objects", "file:///absolute/path"),
     ("ECHO2_OBJECT_STORE_URL", "file:objects", "file:///absolute/path"),
     ("ECHO2_OBJECT_STORE_URL", "s3://UPPER/x", "s3://bucket/prefix"),
@@ -116,6 +122,7 @@ BAD = [
     ("ECHO2_PUBLIC_URL", "ftp://host", "https://"),
     ("ECHO2_PUBLIC_URL", "http://host:99999", "https://"),
     ("ECHO2_PUBLIC_URL", "http://user:hunter2", "https://"),
+    ("ECHO2_PUBLIC_URL", "http://echo2..example.org", "https://"),
     ("ECHO2_VASTAI_URL", "http://user:hunter2@host", "https://"),
     ("ECHO2_MARKETPLACE_URL", "http://[", "https://"),
     ("ECHO2_ADMIN_KEY", "hunter2 hunter2", "ASCII"),
@@ -157,6 +164,13 @@ BAD = [
     ("ECHO2_AGENT_IMAGE", "image; rm -rf /", "image"),
     ("ECHO2_AGENT_PACKAGE", " ", "pip"),
     ("ECHO2_AGENT_ENGINE", "a-b", "engine"),
+    ("ECHO2_AGENT_ENGINE", "vlmm", "vllm"),
+    ("ECHO2_AGENT_ENV", "NAME", "NAME=VALUE"),
+    ("ECHO2_AGENT_ENV", "NAME='hunter2", "NAME=VALUE"),
+    ("ECHO2_AGENT_ENV", "name=hunter2", "NAME=VALUE"),
+    ("ECHO2_AGENT_ENV", "NAME='hunter2\n'", "NAME=VALUE"),
+    ("ECHO2_AGENT_ENV", "HF_TOKEN=hunter2", "no secrets"),
+    ("ECHO2_AGENT_ENV", "WANDB_API_KEY=hunter2", "no secrets"),
     ("ECHO2_AGENT_HF_ENDPOINT", "https://user:hunter2@mirror.example.org", "https://"),
     ("ECHO2_LEARNER_RELAY_HOST", "a/b", "address"),
     ("ECHO2_LEARNER_UPLINK_MBPS", "0", "Mbit/s"),
@@ -174,6 +188,16 @@ def test_a_bad_value_stops_with_one_line_that_names_it(
     assert line.count("ECHO2_") == (2 if name == "ECHO2_HEARTBEAT_TIMEOUT_SECONDS" else 1)
     assert expects in line.partition("expected")[2]
     assert "hunter2" not in line
+
+
+def test_machines_get_a_further_environment_but_not_the_service_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "ECHO2_AGENT_ENV", "ECHO2_VLLM_ON_SWAP=resubmit ECHO2_VLLM_ARGS='--seed 7 --swap-space 0' EMPTY="
+    )
+    wanted = {"ECHO2_VLLM_ON_SWAP": "resubmit", "ECHO2_VLLM_ARGS": "--seed 7 --swap-space 0", "EMPTY": ""}
+    assert load_settings().agent_env == wanted
+    monkeypatch.setenv("ECHO2_AGENT_ENV", "ECHO2_CONTROL_URL=http://elsewhere")
+    assert "ECHO2_CONTROL_URL, which the service sets itself" in refused()
 
 
 def test_every_setting_says_what_it_expects() -> None:

@@ -44,6 +44,13 @@ def test_no_repr_shows_the_token() -> None:
         ("ECHO2_VLLM_MEMORY_SHARE", "1.5"),
         ("ECHO2_VLLM_MAX_SEQUENCES", "0"),
         ("ECHO2_VLLM_ARGS", "--seed '7"),
+        ("ECHO2_VLLM_ARGS", "--seed 7 --host 0.0.0.0"),
+        ("ECHO2_VLLM_ARGS", "--hos=0.0.0.0"),
+        ("ECHO2_VLLM_ARGS", "--api_key s3cret"),
+        ("ECHO2_VLLM_ARGS", "--logprobs-mode raw_logprobs"),
+        ("ECHO2_VLLM_ARGS", "--generation-config auto"),
+        ("ECHO2_VLLM_ARGS", "--config /tmp/s3cret.yaml"),
+        ("ECHO2_VLLM_ARGS", "--served-model-name other"),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +59,12 @@ def test_a_bad_value_is_named(name: str, value: str, monkeypatch: pytest.MonkeyP
         load_settings()
     assert "\n" not in caught.value.detail
     assert "s3cret" not in caught.value.detail
+
+
+def test_other_arguments_of_the_engine_are_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--max-model-len 4096 --enable-prefix-caching -tp 2 --seed 7 --max-loras=3 --gpu_memory_utilization 0.5"
+    monkeypatch.setenv("ECHO2_VLLM_ARGS", words)
+    assert load_settings().vllm_args == words
 
 
 def test_a_missing_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

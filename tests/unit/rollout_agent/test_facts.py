@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from app.protocol.startup import MachineFacts
+from app.rollout_agent import facts
 from app.rollout_agent.facts import free_bytes, gpu_facts, host_memory_bytes, machine_facts
 
 
@@ -125,3 +127,13 @@ def test_a_container_has_the_memory_that_it_may_use(tmp_path: Path) -> None:
     none.write_text("max\n")
     assert host_memory_bytes((limit, none)) == 2**30
     assert host_memory_bytes((none, tmp_path / "absent")) == host_memory_bytes(())
+
+
+def test_the_driver_s_library_has_what_is_asked_of_it() -> None:
+    pynvml = importlib.import_module("pynvml")
+    calls = [name for name in vars(facts.Nvml) if name.startswith("nvml")]
+    assert len(calls) > 10
+    assert [name for name in calls if not callable(getattr(pynvml, name, None))] == []
+    assert issubclass(pynvml.NVMLError, Exception)
+    ours = ("NVML_TEMPERATURE_GPU", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC")
+    assert [(name, getattr(facts, name)) for name in ours] == [(name, getattr(pynvml, name)) for name in ours]
