@@ -89,7 +89,7 @@ $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	touch $@
 
-# Minutes a run. make study-staleness OUT=folder ARGS="--losses ppo_clip,dppo --staleness 1,6,11 --seeds 0 --steps 60"
+# Minutes a run; about 70 for all of it. make study-staleness OUT=folder ARGS="--losses ppo_clip,dppo --staleness 1,6,11 --seeds 0 --steps 60"
 OUT ?= build/staleness
 study-staleness: $(BENCH_STAMP)
 	$(BIN)/python -m bench.staleness --out $(OUT) $(ARGS)

@@ -119,7 +119,7 @@ def bench_node(
 
 @app.command()
 def demo(
-    steps: Annotated[int | None, typer.Option(min=30, help="Learner steps. [default: 150, vllm 80]")] = None,
+    steps: Annotated[int | None, typer.Option(min=30, help="Learner steps. [default: 100, vllm 60]")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
     engine: Annotated[str, typer.Option(help="transformers, or vllm (make demo-vllm).")] = "transformers",
 ) -> None:
@@ -149,10 +149,18 @@ def reap(
     raise typer.Exit(status(findings))
 
 
-def _call(method: str, path: str, body: Any = None, *, text: bool = False, **params: Any) -> Any:
+PAGE = 1000
+"""The most that a list gives at once; a table tells in its last line when there is more."""
+SUBMIT_S = 330.0
+"""A task may take five minutes to load, and the job is answered for when that is done."""
+
+
+def _call(
+    method: str, path: str, body: Any = None, *, text: bool = False, patience_s: float | None = None, **params: Any
+) -> Any:
     from app.client import call
 
-    return call(method, path, body, text=text, params=params)
+    return call(method, path, body, text=text, params=params, patience_s=patience_s)
 
 
 def _print(path: str, as_json: bool, **params: Any) -> None:
@@ -170,17 +178,17 @@ def job_submit(
     except OSError as error:
         raise typer.BadParameter(f"{file} can't be read: {error.strerror}") from error
     try:
-        body = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        json.loads(raw)
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{file} is not JSON: {error}") from error
-    answer = _call("POST", "/v1/jobs", body)
+    answer = _call("POST", "/v1/jobs", raw, patience_s=SUBMIT_S)
     print(json.dumps(answer, indent=2) if as_json else answer["id"])
 
 
 @job_app.command("list")
 def job_list(as_json: Json = False) -> None:
-    """All jobs, newest first."""
-    _print("/v1/jobs", as_json)
+    """Jobs, newest first: as many as one page holds."""
+    _print("/v1/jobs", as_json, limit=PAGE)
 
 
 @job_app.command("show")
@@ -227,7 +235,7 @@ def cost(job_id: Annotated[str | None, typer.Argument()] = None, as_json: Json =
 def offers(job_id: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """The market, as a job sees it."""
     params = {"job_id": job_id} if job_id else {}
-    _print("/v1/offers", as_json, **params)
+    _print("/v1/offers", as_json, limit=PAGE, **params)
 
 
 @keys_app.command("create")

@@ -45,22 +45,29 @@ def _runpod(settings: Settings, key: str, on_request: OnRequest) -> Provider:
 def _ec2(settings: Settings, key: str, on_request: OnRequest) -> Provider:
     from providers.ec2 import Ec2Config, EC2Spot
 
-    table = _table("ECHO2_EC2_CONFIG", settings.ec2_config)
+    setting = "ECHO2_EC2_CONFIG"
+    table = _table(setting, settings.ec2_config)
     for name in ("security_group_ids", "instance_types"):
         if name in table:
-            table[name] = tuple(table[name])
-    return _made("ECHO2_EC2_CONFIG", lambda: EC2Spot(Ec2Config(**table), "ec2", on_request=on_request))
+            table[name] = _names(setting, table, name)
+    if "types_file" in table:
+        table["types_file"] = _file(setting, table, "types_file")
+    return _made(setting, lambda: EC2Spot(Ec2Config(**table), "ec2", on_request=on_request))
 
 
 def _gcp(settings: Settings, key: str, on_request: OnRequest) -> Provider:
     from providers.gcp import Gcp, Shape, google_compute
 
-    table = _table("ECHO2_GCP_CONFIG", settings.gcp_config)
-    project, zones = table.pop("project", ""), tuple(table.pop("zones", ()))
-    prices = Path(table.pop("prices_file")) if "prices_file" in table else None
+    setting = "ECHO2_GCP_CONFIG"
+    table = _table(setting, settings.gcp_config)
+    zones, prices = _names(setting, table, "zones"), _file(setting, table, "prices_file")
+    project = table.get("project")
+    if not isinstance(project, str) or not project:
+        raise SettingsError(f"{setting}: project is {project!r}, expected the id of a project")
+    shape = {name: value for name, value in table.items() if name not in ("project", "zones", "prices_file")}
     return _made(
-        "ECHO2_GCP_CONFIG",
-        lambda: Gcp(google_compute(project), Shape(**table), zones=zones, prices_file=prices, on_request=on_request),
+        setting,
+        lambda: Gcp(google_compute(project), Shape(**shape), zones=zones, prices_file=prices, on_request=on_request),
     )
 
 
@@ -79,6 +86,20 @@ def _table(setting: str, path: Path | None) -> dict[str, Any]:
         raise SettingsError(f"{setting}: {str(path)!r}: {error.strerror}; expected a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{setting}: {str(path)!r} is not TOML: {' '.join(str(error).split())}") from None
+
+
+def _names(setting: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    found = table.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise SettingsError(f"{setting}: {key} is {found!r}, expected a list of names")
+    return tuple(found)
+
+
+def _file(setting: str, table: Mapping[str, Any], key: str) -> Path | None:
+    found = table.get(key)
+    if found is not None and not isinstance(found, str):
+        raise SettingsError(f"{setting}: {key} is {found!r}, expected a path")
+    return None if found is None else Path(found)
 
 
 def _made(setting: str, make: Callable[[], Provider]) -> Provider:

@@ -62,7 +62,9 @@ def kills(minutes: float, say: Callable[[str], None]) -> dict[str, Any]:
 def _figures(totals: dict[str, Any], under_way: int) -> dict[str, Any]:
     with closing(_database()) as database:
         done, groups_lost = _groups(database)
-    generated, wasted = totals["tokens_generated"], sum(totals["tokens_wasted"].values())
+    generated = totals["tokens_generated"]
+    # What went with a killed node is reckoned here, more strictly than by the service.
+    wasted = sum(n for reason, n in totals["tokens_wasted"].items() if reason != "node_lost")
     per_group = generated / max(1, done)
     share = (wasted + under_way * per_group) / (generated + under_way * per_group)
     return {

@@ -152,6 +152,8 @@ class Offer:
     """How many ports can be published."""
     fetched_at: datetime
     raw_status: str = ""
+    disk_gb: float | None = None
+    """The largest disk that can be had; None where that is not told."""
 
 
 @dataclass(frozen=True, slots=True)

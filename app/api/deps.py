@@ -6,6 +6,7 @@ that node or job and nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class Services:
     """An event of EventBridge as a notice; None for another event. Raises ValueError for what is none."""
     node_tokens: dict[str, str] = field(default_factory=dict, repr=False)
     """Hash of a node token → node id, as seen in the database before."""
+    answering: dict[tuple[str, str], tuple[str, asyncio.Event]] = field(default_factory=dict, repr=False)
+    """Idempotency key and owner → the request that is worked on under it, by its hash, and the end of that."""
 
 
 def services(request: Request) -> Services:
@@ -138,7 +141,7 @@ LearnerDep = Annotated[str, Depends(learner)]
 def epoch(request: Request) -> int:
     """The learner's epoch. Raises Malformed without the header."""
     value = request.headers.get("echo2-epoch", "")
-    if not value.isdigit() or len(value) > 9:
+    if not value.isdecimal() or len(value) > 9:
         raise Malformed("the header Echo2-Epoch is missing or not a number")
     return int(value)
 

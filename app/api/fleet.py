@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy import select
 
 from app.api.deps import CallerDep, Services, ServicesDep
-from app.api.paging import Cursor, Limit, decode, encode
+from app.api.paging import Cursor, Limit
 from app.api.tables import table, text_response, wants_text
 from app.fleet.offers import TEXT_COLUMNS, default_view, offer_view, ranked_for, text_row
 from app.fleet.priced import JobView
@@ -17,6 +17,7 @@ from app.fleet.ranking import barred
 from app.fleet.sight import job_view
 from app.protocol.base import usd
 from app.protocol.job import FINAL_STATUSES
+from app.protocol.paging import decode, encode
 from app.storage.models import Job
 
 router = APIRouter(prefix="/v1", tags=["fleet"])
@@ -146,7 +147,7 @@ async def offers(
     more = encode(seen + limit) if len(ranked) > seen + limit else None
     basis = ranked_for(view, job_id)
     if wants_text(request):
-        return text_response(f"{basis['text']}\n\n{table([text_row(r) for r in rows], TEXT_COLUMNS)}")
+        return text_response(f"{basis['text']}\n\n{table([text_row(r) for r in rows], TEXT_COLUMNS)}", more)
     troubles = svc.market.troubles()
     return JSONResponse({"ranked_for": basis, "items": rows, "next_cursor": more, "providers": troubles})
 

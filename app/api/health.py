@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from sqlalchemy import text
@@ -11,6 +13,8 @@ from app.api.deps import ServicesDep
 from app.protocol.errors import NotFound
 
 router = APIRouter(tags=["health"])
+ANSWER_S = 5.0
+"""A database that takes longer does not answer: over a network that swallows packets a statement waits for minutes."""
 
 
 @router.get("/healthz")
@@ -24,7 +28,7 @@ async def readyz(svc: ServicesDep) -> Response:
     """The database and the object store answer, and the loop turns; 503 with what does not."""
     trouble = {}
     try:
-        async with svc.core.db.connection() as connection:
+        async with asyncio.timeout(ANSWER_S), svc.core.db.connection() as connection:
             await connection.execute(text("SELECT 1"))
     except (SQLAlchemyError, OSError) as error:
         trouble["database"] = type(error).__name__

@@ -12,9 +12,10 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, Field, ValidationError
+from pydantic_core import ErrorDetails, from_json
 
 from app.api.deps import ServicesDep
-from app.api.problems import json_pointer, what_to_change
+from app.api.problems import json_pointer, what_to_change, within
 from app.api.security import verify_webhook
 from app.protocol.base import Strict, micros
 from app.protocol.errors import BadInput, FieldError, Unavailable
@@ -45,8 +46,8 @@ async def spot_price(request: Request, svc: ServicesDep) -> Response:
     message_id = verify_webhook(secret.get_secret_value(), request.headers, body, datetime.fromtimestamp(now, UTC))
     hook = _parse(body, now)
     if hook.provider not in svc.core.providers:
-        known = ", ".join(sorted(svc.core.providers))
-        raise BadInput(f"provider {hook.provider!r} is not one of {known}", errors=[FieldError("/provider", known)])
+        known = "must be one of " + ", ".join(sorted(svc.core.providers))
+        raise BadInput(f"provider {known}; it is {hook.provider!r}", errors=[FieldError("/provider", known)])
     row = SpotPrice(
         provider=hook.provider,
         selector=hook.selector.model_dump(exclude_none=True),
@@ -67,11 +68,22 @@ def _parse(body: bytes, now: float) -> SpotPriceHook:
     try:
         hook = SpotPriceHook.model_validate_json(body)
     except ValidationError as error:
-        fields = [FieldError(json_pointer(e["loc"]), what_to_change(e)) for e in error.errors()]
+        fields = [FieldError(pointer, what_to_change(e)) for e, pointer in _places(error, body)]
         first = f"{fields[0].pointer or 'body'}: {fields[0].detail}"
         raise BadInput(f"the spot price can't be read: {first}", errors=fields) from error
     if hook.effective_at > datetime.fromtimestamp(now, UTC) + MAX_AHEAD:
         raise BadInput(
             "effective_at is more than a day ahead", errors=[FieldError("/effective_at", "not so far ahead")]
         )
+    if micros(hook.price_per_hour) == 0:
+        # As a floor it would draw every bid down with it.
+        detail = "must be at least 0.000001, a micro-dollar"
+        raise BadInput(f"price_per_hour {detail}", errors=[FieldError("/price_per_hour", detail)])
     return hook
+
+
+def _places(error: ValidationError, body: bytes) -> list[tuple[ErrorDetails, str]]:
+    """Each error with its place in the body, which pydantic could read unless that is the error."""
+    found = error.errors()
+    document = None if found[0]["type"] == "json_invalid" else from_json(body)
+    return [(e, json_pointer(within(document, e["loc"], missing=e["type"] == "missing"))) for e in found]

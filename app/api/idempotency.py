@@ -1,7 +1,8 @@
 """POSTs with an Idempotency-Key: the first answer again, or 409 for another body.
 
-Invariant: of two requests with the same key at most one does anything at a time; the other waits for its answer. An
-answer is kept for a day; errors are not kept, so that a corrected request may use its key again.
+Invariant: of two requests with the same key at most one does anything at a time, however long that takes; the other
+waits for its answer. An answer is kept for a day; errors are not kept, so that a corrected request may use its key
+again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from fastapi import Request, Response
@@ -19,8 +21,6 @@ from app.protocol.errors import Conflict, Malformed
 from app.storage.models import IdempotencyRecord
 
 HEADER = "idempotency-key"
-STALE_S = 60.0
-"""A request without an answer after this long died with its process; the next one may take its place."""
 WAIT_S = 20.0
 """So long a request waits for the answer to an earlier one with its key."""
 
@@ -43,75 +43,58 @@ async def once(
         return _response(status, body, location)
     content = request.method.encode() + b"\0" + request.url.path.encode() + b"\0" + await request.body()
     digest = hashlib.sha256(content).hexdigest()
-    before = await _turn(svc, key, owner, digest)
-    if before is not None:
-        return before
-    done = False
+    done = await _turn(svc, key, owner, digest)
     try:
+        before = await _answered(svc, key, owner, digest)
+        if before is not None:
+            return before
         status, body, location = await act()
-        done = True
+        answer = _response(status, body, location)
+        row = IdempotencyRecord(
+            key=key, owner=owner, request_hash=digest, created_at=svc.core.clock(),
+            status=status, body=bytes(answer.body).decode(), location=location,
+        )  # fmt: skip
+        async with svc.core.db.write() as session:
+            await session.merge(row)
+        return answer
     finally:
-        if not done:
-            await _forget(svc, key, owner)
-            svc.core.signals.notify(_signal(key, owner))
-    answer = _response(status, body, location)
-    async with svc.core.db.write() as session:
-        row = await session.get_one(IdempotencyRecord, (key, owner))
-        row.status, row.body, row.location = status, bytes(answer.body).decode(), location
-    svc.core.signals.notify(_signal(key, owner))
-    return answer
+        del svc.answering[key, owner]
+        done.set()
 
 
-def _signal(key: str, owner: str) -> str:
-    return f"once:{owner}:{key}"
-
-
-async def _turn(svc: Services, key: str, owner: str, digest: str) -> Response | None:
-    """None when it is this request's turn, or the answer that its key had; waits for one that is being worked on.
+async def _turn(svc: Services, key: str, owner: str, digest: str) -> asyncio.Event:
+    """Take the key for this request once nobody else answers one with it; what comes back is to be set when that is
+    over. Nobody outside of this process can: there is one service on a database.
 
     Raises Conflict for another request with this key, and after WAIT_S.
     """
-    loop = asyncio.get_running_loop()
-    until = loop.time() + WAIT_S
-    while True:
-        news = svc.core.signals.subscribe(_signal(key, owner))
-        try:
-            return await _claim(svc, key, owner, digest)
-        except _Busy:
-            left = until - loop.time()
-            if left <= 0:
-                raise
-        await svc.core.signals.wait(news, left)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(WAIT_S):
+            while (busy := svc.answering.get((key, owner))) is not None:
+                if busy[0] != digest:
+                    raise _other()
+                await busy[1].wait()
+            done = asyncio.Event()
+            svc.answering[key, owner] = digest, done
+            return done
+    raise Conflict("a request with this Idempotency-Key is being worked on; try again")
 
 
-class _Busy(Conflict):
-    """The request that has the key is being worked on."""
+def _other() -> Conflict:
+    return Conflict("this Idempotency-Key was used for another request; use a new one")
 
 
-async def _claim(svc: Services, key: str, owner: str, digest: str) -> Response | None:
-    """Take the key for this request, or give the answer that it had. Raises Conflict."""
-    now = svc.core.clock()
-    async with svc.core.db.write() as session:
+async def _answered(svc: Services, key: str, owner: str, digest: str) -> Response | None:
+    """The answer that this key had. Raises Conflict if it was another request's."""
+    async with svc.core.db.read() as session:
         row = await session.get(IdempotencyRecord, (key, owner))
-        if row is None:
-            session.add(IdempotencyRecord(key=key, owner=owner, request_hash=digest, created_at=now))
-            return None
-        if row.request_hash != digest:
-            raise Conflict("this Idempotency-Key was used for another request; use a new one")
-        if row.status is not None:
-            headers = {"Location": row.location} if row.location else {}
-            return Response(row.body, row.status, headers, media_type="application/json")
-        if now - row.created_at < STALE_S:
-            raise _Busy("a request with this Idempotency-Key is being worked on; try again")
-        row.created_at = now
-    return None
-
-
-async def _forget(svc: Services, key: str, owner: str) -> None:
-    async with svc.core.db.write() as session:
-        row = await session.get(IdempotencyRecord, (key, owner))
-        if row is not None:
-            await session.delete(row)
+    if row is None or row.status is None:
+        # One without an answer is of a service before this one: it died over it, or wrote such rows before it acted.
+        return None
+    if row.request_hash != digest:
+        raise _other()
+    headers = {"Location": row.location} if row.location else {}
+    return Response(row.body, row.status, headers, media_type="application/json")
 
 
 def _response(status: int, body: dict[str, Any], location: str | None) -> Response:

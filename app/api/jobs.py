@@ -13,11 +13,12 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from app.api.deps import CallerDep, Services, ServicesDep
 from app.api.idempotency import key_of, once
-from app.api.paging import Cursor, Limit, decode, encode
+from app.api.paging import Cursor, Limit
 from app.api.tables import table, text_response, wants_text
 from app.protocol.errors import BadInput, FieldError
 from app.protocol.job import JobSpec, JobStatus
 from app.protocol.job_patch import JobPatch
+from app.protocol.paging import decode, encode
 from app.storage.models import Event, Job, Step
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -73,9 +74,9 @@ async def list_jobs(
     async with svc.core.db.read() as session:
         jobs = list(await session.scalars(query))
         views = [await svc.views.job(session, job) for job in jobs[:limit]]
-    if wants_text(request):
-        return text_response(table([_row(v) for v in views], JOB_COLUMNS))
     more = encode(jobs[limit - 1].seq) if len(jobs) > limit else None
+    if wants_text(request):
+        return text_response(table([_row(v) for v in views], JOB_COLUMNS), more)
     return JSONResponse({"items": views, "next_cursor": more})
 
 
@@ -140,9 +141,9 @@ async def list_steps(
     async with svc.core.db.read() as session:
         rows = list(await session.scalars(query))
     views = [svc.views.step(row) for row in rows[:limit]]
-    if wants_text(request):
-        return text_response(table(views, STEP_COLUMNS))
     more = encode(rows[limit - 1].step) if len(rows) > limit else None
+    if wants_text(request):
+        return text_response(table(views, STEP_COLUMNS), more)
     return JSONResponse({"items": views, "next_cursor": more})
 
 
@@ -162,16 +163,16 @@ async def list_events(
         return EventSourceResponse(_stream(svc, job_id, _event_id(last_event_id)), ping=15)
     rows = await _events(svc, job_id, decode(cursor) or 0, limit + 1)
     views = [svc.views.event(row) for row in rows[:limit]]
-    if wants_text(request):
-        return text_response(table(views, EVENT_COLUMNS))
     more = encode(rows[limit - 1].id) if len(rows) > limit else None
+    if wants_text(request):
+        return text_response(table(views, EVENT_COLUMNS), more)
     return JSONResponse({"items": views, "next_cursor": more})
 
 
 def _event_id(value: str | None) -> int:
     if value is None or value == "":
         return 0
-    if not value.isdigit() or len(value) > 18:
+    if not value.isdecimal() or len(value) > 18:
         raise BadInput("Last-Event-ID must be the id of an event", errors=[FieldError("/Last-Event-ID", "a number")])
     return int(value)
 

@@ -22,6 +22,7 @@ from app.protocol.learner import (
     StepReport,
     TrajectoryPage,
 )
+from app.protocol.work import MOST
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/learner", tags=["learner"])
 
@@ -49,7 +50,7 @@ async def trajectories(
     job_id: LearnerDep,
     epoch: EpochDep,
     svc: ServicesDep,
-    after: Annotated[int, Query(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, le=MOST)] = 0,
     wait_s: Annotated[float, Query(ge=0, le=30)] = 10.0,
 ) -> TrajectoryPage:
     """Accepted files with groups to train on."""

@@ -16,8 +16,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from sqlalchemy import select
 
 from app.api.deps import CallerDep, Services, ServicesDep
-from app.api.paging import Cursor, Limit, decode, encode
+from app.api.paging import Cursor, Limit
 from app.api.tables import table, text_response, wants_csv, wants_text
+from app.protocol.paging import decode, encode
 from app.storage.models import LedgerEntry
 
 router = APIRouter(prefix="/v1", tags=["ledger"])
@@ -50,9 +51,9 @@ async def _answer(request: Request, svc: Services, job_id: str | None, limit: in
         return StreamingResponse(_csv(svc, job_id, after), media_type="text/csv", headers=headers)
     rows = await _rows(svc, job_id, after, limit + 1)
     views = [svc.views.entry(row) for row in rows[:limit]]
-    if wants_text(request):
-        return text_response(table(views, COLUMNS))
     more = encode(rows[limit - 1].id) if len(rows) > limit else None
+    if wants_text(request):
+        return text_response(table(views, COLUMNS), more)
     return JSONResponse({"items": views, "next_cursor": more})
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 
 from app.api.deps import NodeDep, ServicesDep
 from app.api.security import bearer
 from app.protocol.node import Directives, Heartbeat, JoinAnswer, JoinRequest, Leave, Report, SnapshotUrls
 from app.protocol.startup import StartProgress
 from app.protocol.work import (
+    MOST,
     CommitAnswer,
     CommitRequest,
     PartialAnswer,
@@ -69,10 +70,10 @@ async def partials(body: CommitRequest, node_id: NodeDep, svc: ServicesDep) -> P
 
 @router.get("/{node_id}/snapshots/{version}")
 async def snapshot(
-    version: int,
+    version: Annotated[int, Path(ge=0, le=MOST)],
     node_id: NodeDep,
     svc: ServicesDep,
-    first: Annotated[int, Query(ge=0)] = 0,
+    first: Annotated[int, Query(ge=0, le=MOST)] = 0,
     count: Annotated[int, Query(ge=0, le=1000)] = 64,
 ) -> SnapshotUrls:
     """Presigned URLs of a version in the object store."""

@@ -40,7 +40,7 @@ async def get_object(key: str, request: Request, svc: ServicesDep) -> Response:
 async def put_object(key: str, request: Request, svc: ServicesDep) -> Response:
     """Store an object, by a URL that was signed for PUT."""
     length = request.headers.get("content-length", "")
-    size = int(length) if length.isdigit() else None
+    size = int(length) if length.isdecimal() else None
     grant = check_signature(
         svc.core.secrets.signing_key(), key, request.query_params, method="PUT", now=svc.core.clock(), size=size
     )

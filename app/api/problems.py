@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
 from app.protocol.errors import (
@@ -43,6 +44,8 @@ _BY_STATUS: dict[int, type[EchoError]] = {
 }
 """What the framework's own errors are called here, so that a status has one code whoever raised it."""
 
+_ZERO_BYTE = frozenset({"22021", "22P05"})
+"""PostgreSQL's codes for it, in a text and in JSON."""
 _log = logging.getLogger(__name__)
 
 
@@ -95,11 +98,27 @@ def json_pointer(parts: Sequence[str | int]) -> str:
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
+def within(document: object, parts: Sequence[str | int], *, missing: bool) -> list[str | int]:
+    """The parts that lead to a place in the document: pydantic puts the kinds that a value might have been between
+    them (`("machine_id", "int")`), which are no places. `missing`: the last one is a field that should be there."""
+    found: list[str | int] = []
+    for part in parts:
+        inside = isinstance(part, int) and isinstance(document, list) and part < len(document)
+        if inside or (isinstance(document, dict) and part in document):
+            document = document[part]  # type: ignore[index]
+            found.append(part)
+        elif not found:
+            # A field of the document itself that a validator filled in.
+            return [part]
+    return [*found, parts[-1]] if missing and parts else found
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of `app` with a problem."""
     app.add_exception_handler(EchoError, _on_echo_error)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(DBAPIError, _on_database)
     app.add_exception_handler(Exception, _on_surprise)
 
 
@@ -119,6 +138,14 @@ async def _on_echo_error(request: Request, error: Exception) -> Problem:
     return problem(error)
 
 
+async def _on_database(request: Request, error: Exception) -> Problem:
+    """PostgreSQL keeps no zero byte in a text; whoever sent one is told so."""
+    assert isinstance(error, DBAPIError)
+    if getattr(error.orig, "sqlstate", None) in _ZERO_BYTE:
+        return problem(BadInput("a text in the request has a zero byte (\\u0000), which can't be kept"))
+    return await _on_surprise(request, error)
+
+
 async def _on_validation(request: Request, error: Exception) -> Problem:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
@@ -126,7 +153,7 @@ async def _on_validation(request: Request, error: Exception) -> Problem:
     if unreadable:
         position, why = unreadable[0]["loc"][-1], unreadable[0].get("ctx", {}).get("error", "")
         return problem(Malformed(f"the body is not JSON: {why} at character {position}"))
-    errors = [_explain(e) for e in found]
+    errors = [_explain(e, error.body) for e in found]
     if any(e["loc"] == ("body",) and isinstance(e.get("input"), bytes) for e in found):
         # It was not even looked at: curl -d says that what it sends is a form.
         errors = [{"in": "header", "pointer": "/Content-Type", "detail": "send Content-Type: application/json"}]
@@ -136,9 +163,11 @@ async def _on_validation(request: Request, error: Exception) -> Problem:
     return Problem(status=BadInput.status, code=BadInput.code, title=BadInput.title, detail=detail, errors=errors)
 
 
-def _explain(error: Mapping[str, Any]) -> dict[str, str]:
+def _explain(error: Mapping[str, Any], body: object) -> dict[str, str]:
     """One error of pydantic: where (`in` is body, query, path, header or cookie), and what to change."""
     place, *parts = error["loc"] or ("body",)
+    if place == "body":
+        parts = within(body, parts, missing=error["type"] == "missing")
     return {"in": str(place), "pointer": json_pointer(parts), "detail": what_to_change(error)}
 
 

@@ -80,9 +80,10 @@ def table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
     )
 
 
-def text_response(text: str, status_code: int = 200) -> PlainTextResponse:
-    """A text as answer, ending in one newline."""
-    return PlainTextResponse(text.rstrip("\n") + "\n", status_code=status_code, headers={"Vary": "Accept"})
+def text_response(text: str, more: str | None = None) -> PlainTextResponse:
+    """A text as answer, ending in one newline. `more`: the cursor of the next page, told in a line of its own."""
+    told = "" if more is None else f"\n\nmore: cursor={more}"
+    return PlainTextResponse(text.rstrip("\n") + told + "\n", headers={"Vary": "Accept"})
 
 
 def _cell(value: object) -> str:

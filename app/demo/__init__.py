@@ -23,7 +23,7 @@ from app.demo.report import rerank_latency, show, summarise, verdict
 from app.demo.stage import FOLDER, Stage, free_port, service
 from app.protocol.errors import BadInput, Unavailable
 from app.protocol.job import FINAL_STATUSES
-from app.watch import Feed, view
+from app.watch import Feed, harmless, view
 
 DEADLINE_S = {"transformers": 900.0, "vllm": 2400.0}
 NODES = {"transformers": 5, "vllm": 2}
@@ -119,10 +119,8 @@ def _follow(feed: Feed, incidents: Incidents, console: Console, plain: bool, wit
                 live.update(view(job, fleet, feed.events))
             else:
                 for event in feed.events[shown:]:
-                    console.print(
-                        f"step {job['step']:>3} {event['at'][11:19]} {event['kind']}: {event['message']}",
-                        highlight=False,
-                    )
+                    line = f"step {job['step']:>3} {event['at'][11:19]} {event['kind']}: {event['message']}"
+                    console.print(harmless(line))
                 shown = len(feed.events)
             if job["status"] in FINAL_STATUSES:
                 return

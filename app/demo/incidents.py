@@ -54,7 +54,7 @@ class Incidents:
         body = json.dumps(message)
         headers = self._sign(body)
         response = httpx.post(
-            f"{self.stage.control_url}/v1/hooks/spot-price", content=body, headers=headers, timeout=10
+            f"{self.stage.control_url}/v1/hooks/spot-price", content=body, headers=headers, timeout=10, trust_env=False
         )
         unwrap(response)
         self.answered_at = datetime.now(UTC)

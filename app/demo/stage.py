@@ -24,6 +24,9 @@ import httpx
 from app.protocol.errors import Unavailable
 
 FOLDER = Path(".demo")
+STOP_S = 100.0
+"""The service waits a minute for calls to the marketplace that are under way, and ends that after itself. Who kills it
+before leaves the marketplace and its machines running."""
 
 
 @dataclass
@@ -116,7 +119,7 @@ def service(stage: Stage) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import func, select
@@ -188,7 +188,7 @@ class Accounts:
         burns: dict[str, int] = {}
         staying = 0
         for lease in leases:
-            price = lease.effective_micros_h + max(0, (bids or {}).get(lease.id, 0) - lease.rate_micros_h)
+            price = lease.effective_micros_h + money.promised([lease], bids or {})
             burns[lease.provider] = burns.get(lease.provider, 0) + price
             leaving = lease.release_wanted or lease.state == LeaseState.RELEASING or lease.id in draining
             staying += 0 if leaving else price
@@ -196,7 +196,7 @@ class Accounts:
         return Room(
             burns=burns,
             staying_micros_h=staying,
-            exposure=None if total is None else await self._exposure(session, leases, micros(total)),
+            exposure=None if total is None else await self._exposure(session, leases, bids or {}, micros(total)),
             per_hour=None if settings.max_usd_per_hour is None else micros(settings.max_usd_per_hour),
             minimum_s=settings.min_lease_seconds,
             closed=self.troubles(),
@@ -204,11 +204,14 @@ class Accounts:
             credit_hours=settings.min_credit_hours,
         )
 
-    async def _exposure(self, session: AsyncSession, leases: list[Lease], cap: int) -> Exposure:
+    async def _exposure(
+        self, session: AsyncSession, leases: list[Lease], bids: Mapping[str, int], cap: int
+    ) -> Exposure:
         spent = Lease.spent_gpu + Lease.spent_disk + Lease.spent_download + Lease.spent_upload
         before = await session.scalar(select(func.sum(spent)).where(Lease.state.not_in(OPEN_STATES)))
         now, wind_down = self.core.clock(), self.core.wind_down_s(leases)
-        return money.exposure_of(leases, now, budget=cap, before=int(before or 0), wind_down_s=wind_down)
+        found = money.exposure_of(leases, now, budget=cap, before=int(before or 0), wind_down_s=wind_down)
+        return replace(found, pending_micros_h=found.pending_micros_h + money.promised(leases, bids))
 
     def hold(self, session: AsyncSession, job_id: str, why: str) -> None:
         """Renting for this job is held up, or (empty) is not any more: told once each."""

@@ -1,13 +1,14 @@
 """Acts on what a machine that we hold is worth: bids raised and lowered, price increases accepted, ends announced.
 
 Invariant: a bid or an increase is within the user's cap, the machine's own on-demand price and what the machine is
-worth; a new rate counts once the provider has accepted it, and each is sent once.
+worth; a new rate counts, and is told, once the provider has accepted it, and each that it accepts is sent once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -48,15 +49,13 @@ class Bidding:
         floor = usual.micros_h if usual.at > usual.since else None
         return sight.Outlook(floor, usual.known, self.market.on_demand(lease))
 
-    def keep(
-        self, session: AsyncSession, lease: Lease, user: int | None, worth: int | None, room: Room, spare: int
-    ) -> Room:
+    def keep(self, lease: Lease, user: int | None, worth: int | None, room: Room, spare: int) -> Room:
         """Pay more for a machine that is worth it, `worth` micro-dollars per hour in all parts at most, and `spare`
         more than now. Returns the room that is left."""
         caps = bids.Caps(user, self.market.on_demand(lease) if lease.billing == Billing.SPOT_BID else None)
         asked = sight.keeping(lease, caps)
-        if asked is None:
-            # Endangered for another reason than its price: it stays as it is.
+        if asked is None or lease.instance_id is None:
+            # Endangered for another reason than its price, or nobody knows yet what was made: it stays as it is.
             return room
         if lease.billing == Billing.SPOT_BID:
             rest = sight.rest(lease, active=True)
@@ -70,16 +69,12 @@ class Bidding:
             return room
         self.sent[lease.id] = rate
         if lease.billing == Billing.SPOT_BID:
-            why = f"the floor is ${usd(asked)}/h"
-            self._emit(session, lease, "bid_raised", f"{lease.gpu_name}: bid raised to ${usd(rate)}/h; {why}")
-            self.leases.spawn(self._bid(lease.id, lease.provider, lease.instance_id or "", rate))
+            self.leases.spawn(self._bid(lease.id, lease.provider, lease.instance_id, rate, "raised", asked))
         else:
-            what = f"{lease.gpu_name}: the host's new price of ${usd(rate)}/h is accepted; it is worth it"
-            self._emit(session, lease, "price_increase_accepted", what)
             self.leases.spawn(self._accept(lease.id, lease.provider, lease.announced_id or "", rate))
         return room.plus(lease.provider, more)
 
-    def ease(self, session: AsyncSession, lease: Lease, user: int | None) -> None:
+    def ease(self, lease: Lease, user: int | None) -> None:
         """Lower a bid that the floor has left behind: we pay what we bid."""
         if lease.billing != Billing.SPOT_BID or lease.instance_id is None:
             return
@@ -88,16 +83,11 @@ class Bidding:
         if bid is None or self.sent.get(lease.id) == bid:
             return
         self.sent[lease.id] = bid
-        why = f"the floor is ${usd(lease.market_micros_h)}/h"
-        self._emit(session, lease, "bid_lowered", f"{lease.gpu_name}: bid lowered to ${usd(bid)}/h; {why}")
-        self.leases.spawn(self._bid(lease.id, lease.provider, lease.instance_id, bid))
+        floor = lease.market_micros_h
+        self.leases.spawn(self._bid(lease.id, lease.provider, lease.instance_id, bid, "lowered", floor))
 
-    async def warn(
-        self, session: AsyncSession, held: Sequence[Lease], running: Sequence[activation.Running], user: int | None
-    ) -> None:
-        """Tell once that a machine will be over soon; give it back in order right before its host ends it, or at once
-        if it is billed above the user's cap."""
-        now = self.core.clock()
+    def warn(self, session: AsyncSession, held: Sequence[Lease], running: Sequence[activation.Running]) -> None:
+        """Tell once that a machine will be over soon."""
         for lease, seen in zip(held, running, strict=True):
             if not seen.ending:
                 self._warned.discard(lease.id)
@@ -105,7 +95,12 @@ class Bidding:
                 self._warned.add(lease.id)
                 what = f"{lease.gpu_name} on machine {lease.machine_id} has to be replaced: {seen.ending}"
                 self._emit(session, lease, "lease_endangered", what)
-        for lease in held:
+
+    async def end(self, session: AsyncSession, usable: Sequence[Lease], user: int | None) -> None:
+        """Give a machine back in order right before its host ends it, or at once if it is billed above the user's cap,
+        whether or not what takes its place works by now."""
+        now = self.core.clock()
+        for lease in usable:
             if lease.host_ends_at is not None and lease.host_ends_at - now < LAST_S:
                 await self.nodes.retire(session, lease, "its host ends the contract now")
             elif user is not None and lease.rate_micros_h > user:
@@ -122,19 +117,29 @@ class Bidding:
     def _emit(self, session: AsyncSession, lease: Lease, kind: str, message: str) -> None:
         self.core.emit(session, lease.job_id, kind, message, lease=lease.id)
 
-    async def _bid(self, lease_id: str, provider: str, instance_id: str, rate: int) -> None:
+    def _failed(self, lease_id: str, rate: int) -> None:
+        """The next round sends it again, unless another one is under way by now."""
+        if self.sent.get(lease_id) == rate:
+            del self.sent[lease_id]
+
+    async def _bid(
+        self, lease_id: str, provider: str, instance_id: str, rate: int, way: Literal["raised", "lowered"], floor: int
+    ) -> None:
         try:
             await self.core.providers[provider].set_bid(instance_id, rate)
         except ProviderError as error:
-            # The next round sends it again; a machine that is outbid meanwhile is replaced.
-            self.sent.pop(lease_id, None)
+            # A machine that is outbid meanwhile is replaced.
+            self._failed(lease_id, rate)
             log.warning("bid for %s was not changed: %s", instance_id, error)
             return
         async with self.core.db.write() as session:
             lease = await session.get_one(Lease, lease_id)
+            what = f"{lease.gpu_name}: bid {way} to ${usd(rate)}/h; the floor is ${usd(floor)}/h"
+            self._emit(session, lease, f"bid_{way}", what)
             lease.agreed_micros_h = rate
             # Billed from here; the next listing may lag.
             money.change_rate(session, lease, rate, self.core.clock(), self.core.metrics)
+        self.core.announce(lease.job_id)
 
     async def _accept(self, lease_id: str, provider: str, increase_id: str, rate: int) -> None:
         there = self.core.providers[provider]
@@ -143,11 +148,14 @@ class Bidding:
         try:
             await there.accept_increase(increase_id)
         except ProviderError as error:
-            self.sent.pop(lease_id, None)
+            self._failed(lease_id, rate)
             log.warning("the price increase %s was not accepted: %s", increase_id, error)
             return
         async with self.core.db.write() as session:
             lease = await session.get_one(Lease, lease_id)
+            what = f"{lease.gpu_name}: the host's new price of ${usd(rate)}/h is accepted; it is worth it"
+            self._emit(session, lease, "price_increase_accepted", what)
             # The listing tells from when it holds.
             lease.agreed_micros_h = max(lease.agreed_micros_h, rate)
             lease.announced_micros_h = lease.announced_id = None
+        self.core.announce(lease.job_id)

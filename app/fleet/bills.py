@@ -104,6 +104,8 @@ class Bills:
     def __init__(self, core: Core) -> None:
         self.core = core
         self._asked_at: dict[str, float] = {}
+        self._quiet_until: dict[str, float] = {}
+        """Provider that did not answer → when it is asked again, whatever has ended meanwhile."""
         self._busy = False
 
     async def run(self) -> None:
@@ -129,7 +131,8 @@ class Bills:
             charges = await self.core.providers[name].charges(since)
         except ProviderError as error:
             log.warning("bill of %s: %s", name, error)
-            self._asked_at[name] = now - self.core.settings.charges_seconds + AGAIN_S
+            self._asked_at.pop(name, None)
+            self._quiet_until[name] = now + AGAIN_S
             return
         bills = matched(charges, leases)
         if bills:
@@ -137,6 +140,8 @@ class Bills:
                 await self._write_down(session, bills, now)
 
     async def _due(self, session: AsyncSession, name: str, now: float) -> bool:
+        if now < self._quiet_until.get(name, 0.0):
+            return False
         asked = self._asked_at.get(name)
         if asked is None or now - asked >= self.core.settings.charges_seconds:
             return True

@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 PUBLISH_LAG_S = 2.0
 """So long may the learner's word of a version come after the version itself reached a node."""
+AGAIN = "this file is being committed by another request; send it again"
 REFUSED_TOLERATED = 20
 """A node whose files are refused, whose leases run out, or that reports failures this often in a row is given up by the
 controller."""
@@ -83,8 +84,7 @@ class Commits:
             again = (await session.scalars(select(Trajectory).where(Trajectory.key == request.key))).first()
             query = select(WorkItem).where(WorkItem.id.in_(request.work_items), WorkItem.job_id == job.id)
             items = list(await session.scalars(query.order_by(WorkItem.ordinal)))
-            exam = select(ExamItem).where(ExamItem.id.in_(request.work_items), ExamItem.node_id == node_id)
-            held = [i.id for i in await session.scalars(exam.where(ExamItem.status == ItemStatus.ACCEPTED))]
+            held = await self.exams.answered(session, node_id, request.work_items)
         if again is not None:
             if again.node_id != node_id or again.blake3 != request.blake3:
                 raise Conflict("another file was committed under this key")
@@ -133,16 +133,15 @@ class Commits:
         async with self.core.db.write() as session:
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == job.id))).one()
+            if len(await self.exams.answered(session, node_id, request.work_items)) == len(request.work_items):
+                raise Conflict(AGAIN)
             taken, doubted = await self.exams.accept(
                 session, job, node, answers, lambda: self._new_file(session, job, node_id, request)
             )
             node.rollouts_delivered += sum(len(answers[name][1]) for name in taken)
             node.files_refused = 0 if taken else node.files_refused
-        if doubted:
-            self.core.announce(job.id, "rollouts")
-        else:
-            await asyncio.to_thread(self.core.objects.delete, request.key)
-            self.core.announce(job.id)
+        await partials.release(self.core, [request.key])
+        self.core.announce(job.id, *(("rollouts",) if doubted else ()))
         return CommitAnswer(accepted=taken, late=sorted(set(request.work_items) - set(taken)))
 
     async def _patiently(self, job: Job, check: Callable[[int], T]) -> T:
@@ -242,7 +241,7 @@ class Commits:
         """The record of a file. Raises Conflict if there is one, Refused if it was handed in as a beginning."""
         twin = (await session.scalars(select(Trajectory).where(Trajectory.key == request.key))).first()
         if twin is not None:
-            raise Conflict("this file is being committed by another request; send it again")
+            raise Conflict(AGAIN)
         if (await session.scalars(select(WorkItem.id).where(WorkItem.partial_key == request.key).limit(1))).first():
             raise Refused("foreign_key", "this file was handed in as the beginning of groups; put the whole ones anew")
         row = Trajectory(

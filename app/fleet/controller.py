@@ -30,6 +30,7 @@ from app.fleet.spending import Spending
 from app.fleet.weighed import Weighed
 from app.fleet.work import Work
 from app.protocol.base import usd
+from app.protocol.errors import Unavailable
 from app.protocol.job import JobSpec
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
@@ -100,6 +101,11 @@ class Controller:
         async with self._deciding:
             # What was written until now is seen: whoever waits for a decision on it has it.
             self._asked.discard(job_id)
+            try:
+                await self.core.db.keep_claim()
+            except Unavailable as error:
+                log.error("nothing is decided for %s: %s", job_id, error.detail)
+                return
             await self._decide(job_id, why)
 
     async def decide_once(self, job_id: str, why: str) -> None:
@@ -115,6 +121,8 @@ class Controller:
                 return
             await self.nodes.expire(session, seen.job)
             await self.work.expire(session, seen.job)
+            if seen.job.outcome is not None:
+                return  # the next tick ends it
             view = await self.market.informed(session, sight.job_view(seen, self.core.benched))
             ranked = await self.market.ranked(session, view)
             await self._retire_replaced(session, seen)
@@ -141,10 +149,10 @@ class Controller:
         for lease in (held[r.candidate.key] for r in weighed.running):
             if lease.id in decision.rebid:
                 before, worth = room.burn, decision.limits.get(lease.id)
-                room = self.bidding.keep(session, lease, view.cap, worth, room, spare)
+                room = self.bidding.keep(lease, view.cap, worth, room, spare)
                 spare -= room.burn - before
             else:
-                self.bidding.ease(session, lease, view.cap)
+                self.bidding.ease(lease, view.cap)
         urgent = why != "tick" or weighed.urgent
         wait_s = self.core.settings.min_lease_seconds / 4
         if not self._patience.allows(seen.job.id, decision, self.core.clock(), wait_s, urgent=urgent):
@@ -171,7 +179,8 @@ class Controller:
         held = [x for x in seen.usable if not x.retire_after]
         now = self.core.clock()
         running = [sight.running(x, seen, view, now, most, self.bidding.outlook(x)) for x in held]
-        await self.bidding.warn(session, held, running, view.cap)
+        self.bidding.warn(session, held, running)
+        await self.bidding.end(session, seen.usable, view.cap)
         depth = max(1, seen.job.max_nodes) + len(running)
         wanted = ranked.wanted
         market = wanted.candidates(depth, most=most, allows=lambda name, price: not room.why_not(name, price))
@@ -197,9 +206,10 @@ class Controller:
     ) -> list[Choice]:
         """Of what is to be rented, what the money allows; what is held back is told."""
         offers = [weighed.wanted.of(c.key, decision.limits.get(c.key)) for c in decision.rent]
-        choices, left = self.spending.affordable(session, seen, offers, room, self.bidding.sent)
+        wanted = weighed.wanted
+        choices, left = self.spending.affordable(session, seen, offers, wanted, room, self.bidding.sent)
         if decision.rent and not choices and not seen.usable:
-            self.spending.cannot_pay(session, seen, offers[0])
+            self.spending.cannot_pay(session, seen, wanted)
         planned = weighed.planned + sum(min(c.mu, weighed.most) for c in choices)
         short = planned < weighed.target * weighed.policy.rent_below
         free = len(weighed.running) + len(choices) < weighed.slots

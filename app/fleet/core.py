@@ -121,7 +121,11 @@ class Core:
         return self.settings.wind_down_seconds + money.queue_s(open_at, each_s)
 
     def emit(self, session: AsyncSession, job_id: str | None, kind: str, message: str, **data: Any) -> None:
-        """Write an event in the caller's transaction; whoever streams events is woken by the caller's `announce`."""
+        """Write an event in the caller's transaction; whoever streams events is woken by the caller's `announce`.
+
+        `message` may hold what a node or a provider said: it is one line of printable text from here on.
+        """
+        message = "".join(c if c.isprintable() else " " for c in message)
         session.add(Event(job_id=job_id, at=self.clock(), kind=kind, message=message, data=data))
         log.info("%s %s %s", job_id or "-", kind, message)
 

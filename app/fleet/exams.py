@@ -120,6 +120,12 @@ class Exams:
         return await _leased(session, ExamItem.node_id == node.id)
 
     @staticmethod
+    async def answered(session: AsyncSession, node_id: str, items: Sequence[str]) -> list[str]:
+        """Those of the items whose answer is this node's."""
+        mine = (ExamItem.node_id == node_id) & (ExamItem.status == ItemStatus.ACCEPTED)
+        return list(await session.scalars(select(ExamItem.id).where(mine, ExamItem.id.in_(items))))
+
+    @staticmethod
     async def under_way(session: AsyncSession, job: Job) -> int:
         """Answers that all nodes together have still to give."""
         return await _leased(session, ExamItem.job_id == job.id)

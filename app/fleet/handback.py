@@ -14,8 +14,9 @@ from app.fleet.commits import Commits
 from app.fleet.exams import is_exam
 from app.fleet.partials import Begun
 from app.protocol import copies
-from app.protocol.errors import Conflict, Refused
+from app.protocol.errors import Conflict, Gone, Refused
 from app.protocol.job import JobSpec
+from app.protocol.node import NodeState
 from app.protocol.work import CommitRequest, PartialAnswer, UploadRequest, UploadSlot
 from app.storage.models import ItemStatus, Job, Lease, Node, Trajectory, WorkItem
 
@@ -24,8 +25,10 @@ class HandBack(Commits):
     """Takes beginnings."""
 
     async def upload(self, node_id: str, request: UploadRequest) -> UploadSlot:
-        """A place for one more file."""
-        return uploads.slot(self.core, await self._job_of(node_id), node_id, request.policy_version)
+        """A place for one more file. Raises Gone."""
+        async with self.core.db.read() as session:
+            job_id = still_here(await session.get_one(Node, node_id)).job_id
+        return uploads.slot(self.core, job_id, node_id, request.policy_version)
 
     async def take_partials(self, node_id: str, request: CommitRequest) -> PartialAnswer:
         """Validate a partial file that was put; its groups are pending again, with what it has of them.
@@ -102,3 +105,10 @@ class HandBack(Commits):
         lease = await session.get_one(Lease, node.lease_id)
         node.drain, node.state_since = True, self.core.clock()
         lease.reason = "its node has handed its work over"
+
+
+def still_here(node: Node) -> Node:
+    """The node, if it may use the object store. Raises Gone: traffic costs, and its token outlives it."""
+    if node.state in (NodeState.LOST, NodeState.GONE):
+        raise Gone("this node was given up; its lease is over")
+    return node

@@ -7,12 +7,12 @@ fault is withdrawn and asked again, of somebody else if there is anybody.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.fleet import uploads
 from app.fleet.core import Core
 from app.protocol.audits import Audit
 from app.protocol.trust_spec import TrustSpec
@@ -81,5 +81,4 @@ async def sweep(core: Core) -> None:
         query = select(Trajectory).where(Trajectory.heldout.is_(True), Trajectory.seq.not_in(wanted))
         done = [(row.seq, row.key) for row in await session.scalars(query)]
         await session.execute(delete(Trajectory).where(Trajectory.seq.in_([seq for seq, _ in done])))
-    for _, key in done:
-        await asyncio.to_thread(core.objects.delete, key)
+    await uploads.remove(core, [key for _, key in done])

@@ -219,5 +219,8 @@ def _model_problem(model: str) -> str:
         return ""
     path = Path(model)
     if path.is_absolute() or model.startswith("."):
-        return "" if (path / "config.json").is_file() else f"{model} is not a folder with a config.json"
+        try:
+            return "" if (path / "config.json").is_file() else f"{model} is not a folder with a config.json"
+        except OSError as error:
+            return f"the folder can't be read: {error.strerror}"
     return 'must be "tiny" or "small", a Hugging Face id (org/name), or the path of a local model folder'

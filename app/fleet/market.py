@@ -247,7 +247,7 @@ async def _newer_prices(session: AsyncSession, fetched_at: Mapping[str, float]) 
 
 
 def _with_spot_price(offer: Offer, prices: Sequence[SpotPrice]) -> Offer:
-    if offer.billing is not Billing.SPOT_BID:
+    if offer.billing is Billing.ON_DEMAND:
         return offer
     for row in prices:
         same = matches(

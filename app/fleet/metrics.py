@@ -9,6 +9,9 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+_BY_NODE = "mismatch_kl_node_"
+"""What comes before a node's name in the learner's numbers."""
+
 
 class Metrics:
     """One registry a process, so that tests do not share counters."""
@@ -34,7 +37,11 @@ class Metrics:
         self.learner = Gauge(
             "echo2_learner", "What the learner told of its newest step", ["job", "name"], registry=registry
         )
-        self._told: dict[str, set[str]] = {}
+        self.node_mismatch = Gauge(
+            "echo2_node_mismatch_kl", "Mismatch KL of a node's tokens in the newest step", ["job", "node"],
+            registry=registry,
+        )  # fmt: skip
+        self._told: dict[tuple[Gauge, str], set[str]] = {}
 
     def _rollouts(self, job: list[str], registry: CollectorRegistry) -> None:
         self.dropped = Counter(
@@ -86,6 +93,13 @@ class Metrics:
             registry=registry,
             buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
         )
+        self.idle = Histogram(
+            "echo2_idle_seconds",
+            "Waiting before each step but the first",
+            job,
+            registry=registry,
+            buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+        )
         self.reconcile = Histogram("echo2_reconcile_seconds", "Time of one reconcile", registry=registry)
 
     def _market(self, registry: CollectorRegistry) -> None:
@@ -97,15 +111,18 @@ class Metrics:
         )
 
     def learner_step(self, job: str, numbers: Mapping[str, float]) -> None:
-        """The numbers of a job's newest step, without those of single nodes, which come and go; those that this step
-        doesn't have are taken out."""
-        told = {name: value for name, value in numbers.items() if "_node_" not in name}
-        for name in self._told.pop(job, set()) - told.keys():
-            self.learner.remove(job, name)
+        """The numbers of a job's newest step, those of single nodes apart; what this step doesn't have is taken out."""
+        self._newest(self.learner, job, {name: value for name, value in numbers.items() if "_node_" not in name})
+        nodes = {name.removeprefix(_BY_NODE): value for name, value in numbers.items() if name.startswith(_BY_NODE)}
+        self._newest(self.node_mismatch, job, nodes)
+
+    def _newest(self, gauge: Gauge, job: str, told: Mapping[str, float]) -> None:
+        for name in self._told.pop((gauge, job), set()) - told.keys():
+            gauge.remove(job, name)
         for name, value in told.items():
-            self.learner.labels(job, name).set(value)
+            gauge.labels(job, name).set(value)
         if told:
-            self._told[job] = set(told)
+            self._told[gauge, job] = set(told)
 
     def provider_request(self, provider: str, call: str, outcome: str) -> None:
         """Count one request of an adapter."""

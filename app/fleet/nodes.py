@@ -191,12 +191,12 @@ class Nodes(Roster):
         passed_s, node.heartbeat_at = now - node.heartbeat_at, now
         node.policy_version = beat.policy_version
         node.versions_at = broadcasts.seen(node.versions_at, beat.policy_version, now)
-        # The control side's wish to drain outlives what the node last knew of it.
+        # Who drains does so to its end, whatever it says: its time to leave must not begin anew.
         # Only `leave`, which also gives the lease back, makes it gone.
-        ending = beat.state in (NodeState.GONE, NodeState.LOST) or (node.drain and beat.state is NodeState.ACTIVE)
+        ending = node.drain or node.state == NodeState.DRAINING or beat.state in (NodeState.GONE, NodeState.LOST)
         state = NodeState.DRAINING if ending else beat.state
         if state != node.state:
-            if state is NodeState.ACTIVE and node.state != NodeState.DRAINING:
+            if state is NodeState.ACTIVE:
                 took = now - node.joined_at
                 self.core.emit(
                     session,

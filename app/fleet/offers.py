@@ -34,7 +34,7 @@ def default_view(benched: Mapping[str, float]) -> JobView:
 def ranked_for(view: JobView, job_id: str | None) -> dict[str, Any]:
     """What the ranking rests on."""
     model = f"{view.load.parameters / 1e9:.3g}B parameters, {view.load.tokens_per_rollout:g} tokens per rollout"
-    who = f"job {job_id}" if job_id else "an assumed job, since none was named"
+    who = job_id if job_id else "an assumed job, since none was named"
     return {
         "job_id": job_id,
         "text": f"ranked for {who}: {model}; {view.traffic.down_bytes_h / 1e9:.3g} GB/h of snapshots down and "

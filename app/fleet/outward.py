@@ -39,7 +39,9 @@ def url_problem(url: str, *, allow_private: bool) -> str:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError:
+        (host or "").encode("idna")
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
         return "is not a URL: its host or port can't be read"
     if parts.scheme not in ("http", "https") or not host:
         return "must be a URL that begins with https:// or http:// and names a host"

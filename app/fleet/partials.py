@@ -7,7 +7,6 @@ group stays on record as long as that beginning is in it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -85,20 +84,22 @@ def not_continued(core: Core, items: Iterable[WorkItem], after: pa.Table) -> set
         if item.partial_key is None:
             continue
         if item.partial_key not in tables:
-            tables[item.partial_key] = _taken_over(core, item.partial_key, item.partial_blake3)
+            tables[item.partial_key] = _taken_over(core, item.partial_key, item)
         before = tables[item.partial_key]
         if before is not None and not continued(before, after, item.id):
             scratch.add(item.id)
     return scratch
 
 
-def _taken_over(core: Core, key: str, digest: str | None) -> pa.Table | None:
+def _taken_over(core: Core, key: str, item: WorkItem) -> pa.Table | None:
     """A partial file as it was when it was taken over; None if it is not there any more. Blocks."""
+    info = core.objects.head(key)
     try:
-        data = core.objects.get(key)
+        # Whoever put it can put anything of any size in its place: that is not read.
+        data = core.objects.get(key) if info is not None and info.size == item.partial_size else b""
     except NotFound:
         data = b""
-    if blake3(data).hexdigest() != digest:
+    if blake3(data).hexdigest() != item.partial_blake3:
         log.warning("the partial %s is not what was taken over", key)
         return None
     return trajectory.read_table(data)
@@ -151,8 +152,7 @@ async def release(core: Core, keys: Iterable[str | None]) -> None:
     async with core.db.read() as session:
         kept = set(await session.scalars(select(WorkItem.partial_key).where(WorkItem.partial_key.in_(wanted))))
         kept |= set(await session.scalars(select(Trajectory.key).where(Trajectory.key.in_(wanted))))
-    for key in sorted(wanted - kept):
-        await asyncio.to_thread(core.objects.delete, key)
+    await uploads.remove(core, sorted(wanted - kept))
 
 
 async def collect(core: Core) -> None:

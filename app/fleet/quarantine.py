@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import bids, heldout, partials, trust
+from app.fleet import bids, heldout, partials, tokens, trust
 from app.fleet.core import Core
 from app.fleet.sizes import size_of
 from app.protocol.audits import Audit, AuditAnswer
@@ -58,21 +58,23 @@ async def take(core: Core, roster: Roster, session: AsyncSession, job: Job, audi
             withdrawn += items
             objects += keys
     await session.flush()
-    convicted = await quarantined(session, job.id)
-    if convicted:
-        await _give_up_if_hopeless(session, job, len(convicted))
+    convicted = await give_up_if_hopeless(session, job)
     return Taken(AuditAnswer(withdrawn=withdrawn, quarantined=convicted), objects)
 
 
-async def _give_up_if_hopeless(session: AsyncSession, job: Job, convicted: int) -> None:
-    """A job whose honest nodes all look like liars would rent and expel machines until its money is gone."""
+async def give_up_if_hopeless(session: AsyncSession, job: Job) -> list[str]:
+    """A job whose honest nodes all look like liars would rent and expel machines until its money is gone. Returns the
+    nodes that are in quarantine."""
+    convicted = await quarantined(session, job.id)
     passed = await session.scalar(select(func.sum(Node.audits_passed)).where(Node.job_id == job.id))
-    if job.outcome is None and trust.hopeless(convicted, int(passed or 0)):
+    if job.outcome is None and trust.hopeless(len(convicted), int(passed or 0)):
         job.outcome, job.status_reason = (
             JobStatus.FAILED,
-            f"{convicted} nodes were quarantined and no audit has ever passed: nodes and learner differ in engine, "
-            "model files or task package (the events node_quarantined say in what), or trust.max_logprob_rms is low",
+            f"{len(convicted)} nodes were quarantined and no audit has ever passed: nodes and learner differ in "
+            "engine, model files or task package (the events node_quarantined say in what), or trust.max_logprob_rms "
+            "is low",
         )
+    return convicted
 
 
 async def quarantine(
@@ -95,29 +97,22 @@ async def quarantine(
 
 
 async def _withdraw(core: Core, session: AsyncSession, job: Job, node: Node) -> tuple[list[str], list[str | None]]:
-    rows = await session.scalars(
-        select(WorkItem).where(
-            WorkItem.job_id == job.id,
-            WorkItem.status.in_([ItemStatus.ACCEPTED, ItemStatus.PENDING]),
-            or_(WorkItem.node_id == node.id, WorkItem.partial_node == node.id),
-        )
-    )
-    withdrawn: list[str] = []
     objects = await _forget_begun(session, job, node)
-    for item in rows:
-        mine = item.node_id == node.id
-        if not mine and item.status == ItemStatus.ACCEPTED:
-            # Somebody else finished what it began: an audit of that group says whether it is any good.
-            continue
-        objects.append(partials.forget(item, unused=True))
-        if not mine:
-            continue
+    # Not what somebody else finished of its beginnings: an audit of such a group says whether it is any good.
+    accepted = select(WorkItem).where(
+        WorkItem.job_id == job.id, WorkItem.status == ItemStatus.ACCEPTED, WorkItem.node_id == node.id
+    )
+    withdrawn, samples = list[str](), 0
+    for item in await session.scalars(accepted):
+        partials.forget(item, unused=True)
         # `trajectory_seq` stays: a step that the learner is in may have it already.
         item.status, item.node_id, item.version, item.deadline_at = ItemStatus.PENDING, None, None, None
         withdrawn.append(item.id)
         size = size_of(job, item)
         job.rollouts_accepted -= size
         node.rollouts_accepted -= size
+        samples += size
+    tokens.reckon(core, job, "quarantined", samples)
     await session.execute(
         update(ExamItem)
         .where(ExamItem.job_id == job.id, ExamItem.node_id == node.id, ExamItem.status == ItemStatus.ACCEPTED)

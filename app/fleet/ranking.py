@@ -69,6 +69,8 @@ class _Table:
                 return "a bid would have to be above the machine's on-demand price"
             case 5:
                 return "the host ends the contract too soon"
+            case 6:
+                return f"its disk of {offer.disk_gb:g} GB is smaller than disk_gb {fleet.disk_gb:g}"
             case _:
                 return self.known.barred[row]
 
@@ -158,6 +160,7 @@ def rank(offers: Sequence[Offer], view: JobView, known: Known | None = None) -> 
     ends_s = np.fromiter(
         (np.inf if o.max_duration_s is None else o.max_duration_s for o in offers), dtype=np.float64, count=count
     )
+    disk = np.fromiter((np.inf if o.disk_gb is None else o.disk_gb for o in offers), dtype=np.float64, count=count)
     kinds: dict[tuple[str, str, int], int] = {}
     kind = np.fromiter(
         (kinds.setdefault((o.provider, o.gpu_name, o.num_gpus), len(kinds)) for o in offers), np.int64, count
@@ -193,9 +196,10 @@ def rank(offers: Sequence[Offer], view: JobView, known: Known | None = None) -> 
             floor > (np.inf if view.cap is None else view.cap),
             spot & (floor > on_demand),
             ends_s < np.maximum(MIN_LIFE_S, 2 * (2 * parts.start_s + LEAD_S)),
+            disk < fleet.disk_gb,
             _column(dict.fromkeys(known.barred, 1.0), count, 0.0) > 0,
         ],
-        [1, 2, 3, 4, 5, 6],
+        [1, 2, 3, 4, 5, 6, 7],
         0,
     )
     table = _Table(offers, view, known, parts, guesses, kind, share, mu, rho, lasting, reason)

@@ -65,7 +65,8 @@ class Releases:
     def _due(self, lease: Lease) -> bool:
         """Backoff: 0, 2, 4, … up to 60 s between tries."""
         tries = lease.release_attempts
-        wait = min(LONGEST_WAIT_S, 2.0**tries) if tries else 0.0
+        # After a day of tries the power itself would be too large for a float.
+        wait = min(LONGEST_WAIT_S, 2.0 ** min(tries, 32)) if tries else 0.0
         waited = self.core.clock() - self._tried_at.get(lease.id, 0.0)
         return lease.instance_id is not None and lease.id not in self._under_way and waited >= wait
 

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet.core import Core
 from app.fleet.sizes import size_of
 from app.protocol.learner import DroppedGroup, ReplayStep
-from app.storage.models import ItemStatus, Job, Step, WorkItem
+from app.storage.models import ItemStatus, Job, Node, Step, Trajectory, WorkItem
 
 _BLOCK = 500
 """Work items in one query: databases bound the number of parameters."""
@@ -27,11 +27,15 @@ async def mark_trained(session: AsyncSession, job: Job, step: int, items: Sequen
         wanted = select(WorkItem).where(
             WorkItem.job_id == job.id,
             WorkItem.id.in_(items[start : start + _BLOCK]),
-            # One that was withdrawn from a liar while the learner was in the step is trained on all the same.
+            # One that was withdrawn from a liar while the learner was in the step is trained on all the same, also if
+            # another node is at it by now: what that one brings comes too late.
             (WorkItem.status == ItemStatus.ACCEPTED)
-            | ((WorkItem.status == ItemStatus.PENDING) & WorkItem.trajectory_seq.is_not(None)),
+            | (WorkItem.status.in_([ItemStatus.PENDING, ItemStatus.LEASED]) & WorkItem.trajectory_seq.is_not(None)),
         )
         for item in await session.scalars(wanted):
+            if item.status != ItemStatus.ACCEPTED:
+                job.rollouts_accepted += size_of(job, item)
+                item.node_id = item.deadline_at = None
             item.status, item.trained_step, item.replay_step = ItemStatus.TRAINED, step, None
             item.trained_position = places[item.id]
 
@@ -59,7 +63,10 @@ def drop(core: Core, job: Job, item: WorkItem, reason: str, *, lag: int | None) 
 
 
 async def rewind(session: AsyncSession, job: Job, resume_step: int) -> int:
-    """Forget steps after the checkpoint: what they consumed is accepted again. Returns the number of groups."""
+    """Forget steps after the checkpoint: what they consumed is accepted again. Returns the number of groups.
+
+    But for those of nodes that were put into quarantine since: the learner takes nothing of theirs, and would wait.
+    """
     if resume_step >= job.step:
         return 0
     result = await session.execute(
@@ -71,7 +78,20 @@ async def rewind(session: AsyncSession, job: Job, resume_step: int) -> int:
     job.rollouts_trained -= sum(s.rollouts for s in lost)
     await session.execute(delete(Step).where(Step.job_id == job.id, Step.step > resume_step))
     job.step = resume_step
-    return int(getattr(result, "rowcount", 0))
+    return int(getattr(result, "rowcount", 0)) - await _withdraw(session, job)
+
+
+async def _withdraw(session: AsyncSession, job: Job) -> int:
+    """Accepted groups of nodes in quarantine are to be answered anew; how many there were."""
+    liars = select(Node.id).where(Node.job_id == job.id, Node.quarantined_at.is_not(None))
+    theirs = select(Trajectory.seq).where(Trajectory.job_id == job.id, Trajectory.node_id.in_(liars))
+    accepted = (WorkItem.job_id == job.id) & (WorkItem.status == ItemStatus.ACCEPTED)
+    items = list(await session.scalars(select(WorkItem).where(accepted, WorkItem.trajectory_seq.in_(theirs))))
+    for item in items:
+        item.status, item.node_id, item.version = ItemStatus.PENDING, None, None
+        item.trajectory_seq = item.replay_step = None
+        job.rollouts_accepted -= size_of(job, item)
+    return len(items)
 
 
 async def plan(session: AsyncSession, job: Job) -> list[ReplayStep]:

@@ -1,7 +1,7 @@
 """Who is in the fleet of a job: places in chains, drains, losses.
 
 Invariant: a node that goes leaves no leased work behind, and those that pulled from it have other upstreams; a lease
-whose node works is renewed long before it ends.
+whose node works is renewed long before it ends. Who drains, by whose word ever, is gone within a bound.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import measured, quarantine, starts, topology, transport
+from app.fleet import measured, quarantine, starts, tokens, topology, transport
 from app.fleet.commits import REFUSED_TOLERATED
 from app.fleet.core import Core
 from app.fleet.exams import Exams
 from app.fleet.leases import Leases
+from app.fleet.sizes import size_of
 from app.protocol.node import NodeState
 from app.storage.models import ItemStatus, Job, Lease, LeaseState, Node, WorkItem
 
@@ -103,17 +104,26 @@ class Roster:
     async def retire(self, session: AsyncSession, lease: Lease, reason: str) -> None:
         """Give a lease back in order: its node drains first, if it has one that works."""
         node = (await session.scalars(select(Node).where(Node.lease_id == lease.id))).first()
-        if node is None or node.state not in (NodeState.ACTIVE, NodeState.WARMING, NodeState.JOINING):
-            if node is None or node.state != NodeState.DRAINING:
-                self.leases.request_release(session, lease, reason)
+        if node is None or node.state not in LIVE:
+            self.leases.request_release(session, lease, reason)
             return
         if not node.drain:
-            node.drain, node.state, node.state_since = True, NodeState.DRAINING, self.core.clock()
+            if node.state != NodeState.DRAINING:  # of one that drains by its own word the time runs already
+                node.state, node.state_since = NodeState.DRAINING, self.core.clock()
+            node.drain = True
             node.reason = lease.reason = reason
             self.core.emit(session, lease.job_id, "node_draining", f"draining {lease.gpu_name}: {reason}", node=node.id)
 
     async def expire(self, session: AsyncSession, job: Job) -> None:
-        """Nodes without heartbeats are lost; draining ones that take too long are cut off."""
+        """Nodes that were caught are out; those without heartbeats are lost; draining ones that take too long are cut
+        off."""
+        # Also those that have left since: what they brought is not trained on.
+        caught = select(Node).where(Node.job_id == job.id, Node.caught.is_not(None), Node.quarantined_at.is_(None))
+        for node in list(await session.scalars(caught)):
+            await quarantine.quarantine(self.core, self, session, job, node, node.caught or "")
+            if not job.rollouts_trained:
+                await session.flush()
+                await quarantine.give_up_if_hopeless(session, job)
         settings, now = self.core.settings, self.core.clock()
         timeout, starting = settings.heartbeat_timeout_seconds, settings.join_timeout_seconds
         lease_s = settings.lease_hours * 3600
@@ -127,18 +137,17 @@ class Roster:
         for node, lease in pairs:
             silent = now - max(node.heartbeat_at, self.core.started_at)
             if not LeaseState(lease.state).usable:
-                await self._depart(session, node, NodeState.GONE, lease.reason)
-            elif node.caught is not None:
-                await quarantine.quarantine(self.core, self, session, job, node, node.caught)
+                await self._depart(session, node, NodeState.GONE, lease.reason, speechless=True)
             elif silent > timeout:
                 why = f"no heartbeat for {silent:.0f} s"
-                await self._depart(session, node, NodeState.LOST, why)
+                await self._depart(session, node, NodeState.LOST, why, speechless=True)
                 await self.leases.cool_down(session, lease, why)
                 self.core.emit(session, job.id, "node_lost", f"{lease.gpu_name}: {why}", node=node.id)
                 self.leases.request_release(session, lease, why)
-            elif node.drain and now - node.state_since > (DRAIN_S if job.outcome is None else ENDING_DRAIN_S):
-                await self._depart(session, node, NodeState.GONE, lease.reason)
-                self.leases.request_release(session, lease, lease.reason)
+            elif _leaves(node) and now - node.state_since > (DRAIN_S if job.outcome is None else ENDING_DRAIN_S):
+                why = lease.reason if node.drain else "its node said that it drains, and did not leave"
+                await self._depart(session, node, NodeState.GONE, why)
+                self.leases.request_release(session, lease, why)
             elif node.files_refused >= REFUSED_TOLERATED:
                 failed = "its files were refused, its leases ran out or it could not answer"
                 why = f"{node.files_refused} times in a row {failed}"
@@ -161,16 +170,27 @@ class Roster:
         await self.leases.cool_down(session, lease, why, s=cooldown_s)
         self.leases.request_release(session, lease, why)
 
-    async def _depart(self, session: AsyncSession, node: Node, state: NodeState, reason: str) -> None:
-        """Take a node out: its leased work is pending again, its children get new upstreams."""
+    async def _depart(
+        self, session: AsyncSession, node: Node, state: NodeState, reason: str, *, speechless: bool = False
+    ) -> None:
+        """Take a node out: its leased work is pending again, its children get new upstreams. `speechless`: it can't
+        tell any more what goes with it."""
         node.state, node.state_since, node.reason = state, self.core.clock(), reason
-        node.chain = node.chain_position = None
-        items = await session.scalars(
-            select(WorkItem).where(WorkItem.node_id == node.id, WorkItem.status == ItemStatus.LEASED)
-        )
+        # Who pulls from nobody any more can't say of anybody that it lies.
+        node.chain, node.chain_position, node.upstreams = None, None, []
+        leased = select(WorkItem).where(WorkItem.node_id == node.id, WorkItem.status == ItemStatus.LEASED)
+        items = list(await session.scalars(leased))
         for item in items:
             item.status, item.node_id, item.deadline_at = ItemStatus.PENDING, None, None
         await Exams.hand_back(session, node.id)
         job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
+        if speechless:
+            # On average half of each was there.
+            tokens.reckon(self.core, job, "node_lost", sum(size_of(job, item) for item in items) / 2)
         await session.flush()
         await self._arrange(session, job)
+
+
+def _leaves(node: Node) -> bool:
+    """Whether it has to go, by our word or by its own."""
+    return node.drain or node.state == NodeState.DRAINING

@@ -38,27 +38,39 @@ class Spending:
         """Jobs that were told that their budget stops them from renting."""
 
     def affordable(
-        self, session: AsyncSession, seen: Seen, wanted: Sequence[Priced], room: Room, sent: Mapping[str, int]
+        self,
+        session: AsyncSession,
+        seen: Seen,
+        wanted: Sequence[Priced],
+        others: Sequence[Priced],
+        room: Room,
+        sent: Mapping[str, int],
     ) -> tuple[list[Choice], Room]:
         """Of the wanted offers those that budget and caps allow, one after the other, and the room left beside them.
-        `sent`: lease → a rate that was sent and is not billed yet."""
-        settings = self.core.settings
-        exposure = self._exposure(seen, sent)
-        choices, extra = [], 0
+        A job without machines takes the first of `others` that it can pay, rather than none. `sent`: lease → a rate
+        that was sent and is not billed yet."""
+        exposure, choices, dear = self._exposure(seen, sent), list[Choice](), ""
         for p in wanted:
-            held = replace(exposure, pending_micros_h=exposure.pending_micros_h + extra)
-            if not budget.can_rent(held, p.price.total, settings.min_lease_seconds):
-                self._budget_holds(session, seen, p, held.remaining)
+            if not self._pays(exposure, p):
+                dear = _too_little(exposure, p)
                 break
             if room.why_not(p.offer.provider, p.price.total):
                 continue
-            room = room.plus(p.offer.provider, p.price.total)
-            extra += p.price.total
-            start = p.price.once
-            choices.append(Choice(p.offer, p.rate_micros_h, p.price.total, p.mu, start))
+            exposure, room = _plus(exposure, p), room.plus(p.offer.provider, p.price.total)
+            choices.append(_choice(p))
+        if dear and not choices and not seen.usable:
+            fit = (p for p in others if self._pays(exposure, p) and not room.why_not(p.offer.provider, p.price.total))
+            if (one := next(fit, None)) is not None:
+                room, choices, dear = room.plus(one.offer.provider, one.price.total), [_choice(one)], ""
         if choices:
             self._told.discard(seen.job.id)
+        if dear and seen.job.id not in self._told:
+            self._told.add(seen.job.id)
+            self.core.emit(session, seen.job.id, "budget_holds", dear)
         return choices, room
+
+    def _pays(self, exposure: budget.Exposure, p: Priced) -> bool:
+        return budget.can_rent(exposure, p.price.total, self.core.settings.min_lease_seconds)
 
     def spare(self, seen: Seen, sent: Mapping[str, int]) -> int:
         """By how much the job's budget lets the rates of its machines rise together beyond those that were `sent`,
@@ -87,25 +99,18 @@ class Spending:
                     break
         self.accounts.hold(session, seen.job.id, first)
 
-    def _budget_holds(self, session: AsyncSession, seen: Seen, p: Priced, remaining: int) -> None:
-        if seen.job.id not in self._told:
-            self._told.add(seen.job.id)
-            self.core.emit(
-                session, seen.job.id, "budget_holds",
-                f"renting stops: ${usd(max(0, remaining))} of the budget are not committed, too little for "
-                f"{p.offer.gpu_name} at ${usd(p.price.total)}/h",
-            )  # fmt: skip
-
-    def cannot_pay(self, session: AsyncSession, seen: Seen, cheapest: Priced) -> None:
-        """Nothing runs and the budget can't pay for anything: the job is over."""
+    def cannot_pay(self, session: AsyncSession, seen: Seen, offers: Sequence[Priced]) -> None:
+        """Nothing runs: if the budget can't pay for any of these, the job is over."""
         if any(LeaseState(x.state).open for x in seen.leases):
             return
-        settings = self.core.settings
+        settings, exposure = self.core.settings, self._exposure(seen, {})
+        cheapest = min(offers, key=lambda p: p.price.total)
+        if self._pays(exposure, cheapest):
+            return
         need = cheapest.price.total * (settings.min_lease_seconds + settings.wind_down_seconds) / 3600
-        now, kept = self.core.clock(), settings.wind_down_seconds
-        left = money.exposure(seen.job, seen.leases, now, kept, before=seen.before).remaining
         reason = (
-            f"the budget can't pay a node: ${usd(max(0, left))} is left, and {cheapest.offer.gpu_name} needs "
+            f"the budget can't pay a node: ${usd(max(0, exposure.remaining))} is left, and "
+            f"{cheapest.offer.gpu_name} needs "
             f"${usd(round(need))} to start, work and be given back"
         )
         outcome = JobStatus.BUDGET_EXHAUSTED if seen.job.step else JobStatus.FAILED
@@ -149,6 +154,22 @@ class Spending:
         for lease in seen.usable:
             if room.dry(lease.provider, horizon):
                 await self.nodes.retire(session, lease, f"the credit at {lease.provider} is nearly used up")
+
+
+def _choice(p: Priced) -> Choice:
+    return Choice(p.offer, p.rate_micros_h, p.price.total, p.mu, p.price.once)
+
+
+def _plus(exposure: budget.Exposure, p: Priced) -> budget.Exposure:
+    """With that machine rented."""
+    return replace(exposure, pending_micros_h=exposure.pending_micros_h + p.price.total)
+
+
+def _too_little(exposure: budget.Exposure, p: Priced) -> str:
+    return (
+        f"renting stops: ${usd(max(0, exposure.remaining))} of the budget are not committed, too little for "
+        f"{p.offer.gpu_name} at ${usd(p.price.total)}/h"
+    )
 
 
 def _dearest(lease: Lease) -> float:

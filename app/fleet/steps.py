@@ -47,6 +47,7 @@ async def count(core: Core, session: AsyncSession, job: Job, report: StepReport)
     job.train_seconds += report.t_train
     if report.step > 1:
         job.idle_seconds += report.t_idle
+        metrics.idle.labels(job.id).observe(report.t_idle)
     metrics.train.labels(job.id).observe(report.t_train)
     metrics.reward.labels(job.id, "train").set(report.reward)
     metrics.learner_step(job.id, report.metrics)

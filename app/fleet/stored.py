@@ -1,7 +1,8 @@
 """Snapshots in the object store: what is there, where, and what may go.
 
 Invariant: what a live node has, is fetching, or could be sent to next is kept: the newest `KEEP` versions, those that
-live nodes have, all between, and the whole version that all of them can be reached from.
+live nodes have, all between, and the whole version that all of them can be reached from. What is older goes, also what
+an earlier sweep came no further with.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ def removable(stored: Sequence[int], in_use: Iterable[int | None], whole: Iterab
     They are older than the newest KEEP, than any that a live node has, and than the newest version that is stored whole
     (`whole`, by default all) and is older than these: from it the deltas lead to all others.
     """
+    before = oldest_kept(stored, in_use, stored if whole is None else whole)
+    return [v for v in sorted(stored) if v < before]
+
+
+def oldest_kept(stored: Sequence[int], in_use: Iterable[int | None], whole: Iterable[int]) -> int:
+    """The version below which nothing is needed. Pure."""
     newest = sorted(stored)[-KEEP:]
     needed = min([*newest, *(v for v in in_use if v is not None)], default=0)
-    keyframes = [v for v in (stored if whole is None else whole) if v <= needed]
-    return [v for v in sorted(stored) if v < max(keyframes, default=0)]
+    return max((v for v in whole if v <= needed), default=0)
 
 
 def stored_urls(
@@ -83,6 +89,8 @@ class StoredSnapshots:
 
     def __init__(self, core: Core) -> None:
         self.core = core
+        self._clean: set[str] = set()
+        """Jobs of which nothing lies in the store that this process has not seen removed."""
 
     async def collect(self) -> None:
         """One sweep over the jobs that are not over."""
@@ -104,12 +112,25 @@ class StoredSnapshots:
             used = list(
                 await session.scalars(select(Node.policy_version).where(Node.job_id == job_id, Node.state.in_(LIVE)))
             )
-        for version in removable([r.version for r in rows], used, [r.version for r in rows if r.stored]):
-            # First nobody is sent there any more, then the bytes go.
-            async with self.core.db.write() as session:
+        stored, whole = [r.version for r in rows], [r.version for r in rows if r.stored]
+        before, gone = oldest_kept(stored, used, whole), removable(stored, used, whole)
+        if not before or (not gone and job_id in self._clean):
+            return
+        self._clean.discard(job_id)
+        # First nobody is sent there any more, then the bytes go.
+        async with self.core.db.write() as session:
+            for version in gone:
                 row = await session.get_one(SnapshotRow, (job_id, version))
                 row.stored = row.delta_stored = False
+        for version in await asyncio.to_thread(self._there, job_id, before):
             await asyncio.to_thread(self._remove, f"jobs/{job_id}/snapshots/{version}/")
+        self._clean.add(job_id)
+
+    def _there(self, job_id: str, before: int) -> list[int]:
+        """Versions below `before` of which anything is in the store."""
+        base = f"jobs/{job_id}/snapshots/"
+        names = {item.key[len(base) :].partition("/")[0] for item in self.core.objects.list(base)}
+        return sorted(v for v in (int(name) for name in names if name.isdecimal()) if v < before)
 
     def _remove(self, prefix: str) -> None:
         # The manifests first: without them nobody takes the rest for something whole.

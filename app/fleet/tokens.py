@@ -27,3 +27,8 @@ def waste(core: Core, job: Job, reason: str, tokens: int) -> None:
     if tokens > 0:
         job.tokens_wasted = {**job.tokens_wasted, reason: int(job.tokens_wasted.get(reason, 0)) + tokens}
         core.metrics.tokens_wasted.labels(job.id, reason).inc(tokens)
+
+
+def reckon(core: Core, job: Job, reason: str, samples: float) -> None:
+    """Samples of no use whose tokens nobody has counted: by the mean length of the job's; nothing before the first."""
+    waste(core, job, reason, round(samples * (job.length_mean or 0.0)))

@@ -5,13 +5,18 @@ Invariant: a node commits only keys that were made for it, and only bytes of the
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
+from collections.abc import Iterable
 
 import blake3
 
 from app.fleet.core import Core
-from app.protocol.errors import Refused
+from app.protocol.errors import Forbidden, Refused, Unavailable
 from app.protocol.work import CommitRequest, UploadSlot
+
+log = logging.getLogger(__name__)
 
 EXPIRES_S = 3600
 
@@ -42,3 +47,13 @@ def fetch(core: Core, request: CommitRequest) -> bytes:
     if blake3.blake3(data).hexdigest() != request.blake3:
         raise Refused("hash", "the object's hash is not the committed one")
     return data
+
+
+async def remove(core: Core, keys: Iterable[str]) -> None:
+    """Remove files, not inside a transaction. One that the store does not remove now is litter, and removed as such
+    later: nobody's request fails for that."""
+    for key in keys:
+        try:
+            await asyncio.to_thread(core.objects.delete, key)
+        except (Unavailable, Forbidden) as error:
+            log.warning("%s could not be removed: %s", key, error.detail)

@@ -243,6 +243,7 @@ class Views:
             "twin_doubt": node.twin_doubt if node else 0.0,
             "tokens_generated": node.tokens_generated if node else 0,
             "tokens_wasted": node.tokens_wasted if node else {},
+            "errors": node.errors if node else {},
             "started_at": moment(lease.gpu_since),
         }
 

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.fleet import admission, handout, partials, scores, uploads
 from app.fleet.core import Core
 from app.fleet.exams import Exams
-from app.fleet.handback import HandBack
+from app.fleet.handback import HandBack, still_here
 from app.fleet.sizes import size_of
 from app.fleet.stored import in_store, stored_urls
 from app.protocol.errors import NotFound
@@ -76,14 +76,13 @@ class Work(HandBack):
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
             count, reason, ahead = await self._grantable(session, job, node, request)
             exam = await self._take_exam(session, job, node, request, idle=count == 0)
-            if exam:
-                return WorkAnswer(items=exam, upload=self._slot(job, node_id, request))
-            found = await handout.take(
+            found = handout.HandedOut([], []) if exam else await handout.take(
                 self.core, session, job, node,
                 version=request.policy_version, count=count, ahead=ahead, draw=self._draw,
             )  # fmt: skip
-            messages = [self._message(job, item) for item in found.items]
         await partials.release(self.core, found.spare)
+        # URLs are signed after the transaction: whoever signs may have to fetch its credentials anew.
+        messages = exam or [self._message(job, item) for item in found.items]
         if not messages:
             return WorkAnswer(items=[], reason=reason or found.reason)
         return WorkAnswer(items=messages, upload=self._slot(job, node_id, request))
@@ -226,9 +225,9 @@ class Work(HandBack):
         return len(items)
 
     async def snapshot_urls(self, node_id: str, version: int, first: int, count: int) -> SnapshotUrls:
-        """Presigned GETs of a stored version. Raises NotFound while it is not in the store."""
+        """Presigned GETs of a stored version. Raises NotFound while it is not in the store, Gone."""
         async with self.core.db.read() as session:
-            node = await session.get_one(Node, node_id)
+            node = still_here(await session.get_one(Node, node_id))
             row = await session.get(SnapshotRow, (node.job_id, version))
             stored = await in_store(session, node.job_id, up_to=version)
         if row is None or not (row.stored or row.delta_stored):

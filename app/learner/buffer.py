@@ -90,10 +90,10 @@ class ReplayBuffer:
         with self._changed:
             return t + 1 in self._plan
 
-    def reject(self, work_item: str, reason: DropReason) -> None:
-        """Note that a group will never be trained on; `take` and `evict` hand the note out."""
+    def reject(self, work_item: str, reason: DropReason, node: str = "") -> None:
+        """Note that a group of this node will never be trained on; `take` and `evict` hand the note out."""
         with self._changed:
-            if self._remember(work_item):
+            if self._remember(work_item, node):
                 self._dropped.append(DroppedGroup(work_item=work_item, reason=reason))
                 self._changed.notify_all()
 
@@ -112,6 +112,8 @@ class ReplayBuffer:
             self._remove(lambda group: group.work_item in items or group.node in nodes)
             items.update(item for item, node in self._known.items() if node in nodes)
             self._forget(items)
+            # Told now, it would drop the answer that another node may have given by then.
+            self._dropped = [note for note in self._dropped if note.work_item not in items]
             if items & {item for planned in self._plan.values() for item in planned}:
                 log.warning("steps can't be made again from the same groups: some were withdrawn")
                 self._plan = {}

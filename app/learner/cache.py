@@ -29,14 +29,14 @@ class FileCache:
         path = self._path(digest)
         try:
             data = path.read_bytes()
+            if len(data) == size and blake3(data).hexdigest() == digest:
+                os.utime(path)
+                return data
+            log.warning("the cached file %s is damaged and fetched again", path)
+            path.unlink()
         except OSError:
             return None
-        if len(data) != size or blake3(data).hexdigest() != digest:
-            log.warning("the cached file %s is damaged and fetched again", path)
-            path.unlink(missing_ok=True)
-            return None
-        os.utime(path)
-        return data
+        return None
 
     def put(self, digest: str, data: bytes) -> None:
         """Keep a file whose hash was checked. A disk that refuses is logged."""

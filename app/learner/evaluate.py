@@ -20,7 +20,7 @@ from app.learner.parallel.messages import Sampling
 from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.sampling import Completion, eos_ids, sample
 from app.protocol.errors import BadInput, EchoError, TaskFailed
-from app.protocol.job import JobSpec
+from app.protocol.job import JobSpec, SamplingSpec
 from app.tasks.base import Prompt, Task
 from app.tasks.prompts import encode_prompt
 from app.tasks.scoring import reply_of, reward_of_turns, turns_of
@@ -48,11 +48,12 @@ class _Answer:
 
 
 class Sampler:
-    """Answers at temperature 1, nothing truncated. With several ranks a call is collective, for a forward pass takes
-    them all: rank 0 says to what prompts, and its draws are everybody's."""
+    """Answers at the temperature at which nodes sample, nothing truncated. With several ranks a call is collective, for
+    a forward pass takes them all: rank 0 says to what prompts, and its draws are everybody's."""
 
-    def __init__(self, model: Any, tokenizer: Any, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: Any, tokenizer: Any, sampling: SamplingSpec, ranks: Ranks = ALONE) -> None:
         self._model = model
+        self._temperature = sampling.temperature
         self._eos = eos_ids(model, tokenizer)
         self._ranks = ranks
 
@@ -66,7 +67,7 @@ class Sampler:
             self._model,
             prompts,
             max_tokens=max_tokens,
-            temperature=1.0,
+            temperature=self._temperature,
             eos=self._eos,
             generator=generator or torch.Generator(device=self._model.device),
             agree=self._ranks.first,
@@ -77,7 +78,7 @@ class Evaluator:
     """One answer to each of the first `learner.eval_prompts` held-out prompts; of several ranks for rank 0."""
 
     def __init__(self, model: Any, tokenizer: Any, task: Task, spec: JobSpec, ranks: Ranks = ALONE) -> None:
-        self._sampled = Sampler(model, tokenizer, ranks)
+        self._sampled = Sampler(model, tokenizer, spec.sampling, ranks)
         self._model = model
         self._tokenizer = tokenizer
         self._task = task

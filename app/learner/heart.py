@@ -93,7 +93,8 @@ class Heart:
             try:
                 stored = self._model_stored()
                 beat = self._status.heartbeat(self._bytes_served(), self._uplink(), model_stored=stored)
-                self._directives.update(self._control.heartbeat(beat))
+                before = self._directives.answers
+                self._directives.update(self._control.heartbeat(beat), sent_at=before)
             except Unavailable as error:
                 log.info("heartbeat: %s", error.detail)
             except EchoError as error:

@@ -177,20 +177,20 @@ class Inbox:
             reason = error.reason if isinstance(error, Refused) else error.code
             self._count(reason)
             log.warning("file %s of node %s is refused: %s", ref.key, ref.node_id, error.detail)
-            self._reject(ref.work_items)
+            self._reject(ref.work_items, ref.node_id)
             return
         except TaskFailed as error:
             self._count(error.code)
             log.warning("file %s of node %s can't be used: %s", ref.key, ref.node_id, error.detail)
             for item in ref.work_items:
-                self._buffer.reject(item, "unscored")
+                self._buffer.reject(item, "unscored", ref.node_id)
             return
         for group in groups:
             if self._rewarder is None:
                 self._onward(group, ref)
             else:
                 self._rewarder.take(group, ref)
-        self._reject(set(ref.work_items) - {g.work_item for g in groups})
+        self._reject(set(ref.work_items) - {g.work_item for g in groups}, ref.node_id)
 
     def _examine(self, ref: TrajectoryRef) -> None:
         """Answers to held-out prompts go to the auditor, and nowhere else."""
@@ -222,7 +222,7 @@ class Inbox:
             # Its work items are pending again: a note of this answer would refuse the next one.
             return
         self._count(why)
-        self._buffer.reject(group.work_item, why)
+        self._buffer.reject(group.work_item, why, group.node)
         if why == "wrong_reward" and self._auditor is not None:
             self._auditor.doubt(group, ref)
 
@@ -245,9 +245,9 @@ class Inbox:
                     break
         raise Unavailable(f"the object store has not handed out {ref.key} in {_STORE_PATIENCE} tries")
 
-    def _reject(self, items: Iterable[str]) -> None:
+    def _reject(self, items: Iterable[str], node: str) -> None:
         for item in items:
-            self._buffer.reject(item, "invalid")
+            self._buffer.reject(item, "invalid", node)
 
 
 def counted(invalid: Mapping[str, int]) -> dict[str, float]:

@@ -36,8 +36,8 @@ class Journal:
         self.path = folder / NAME
         self._board = board
         self._broken = False
-        self._evaluated: set[int] = set()
-        """Steps whose held-out reward is in the file."""
+        self._evaluated: set[tuple[int, float | None]] = set()
+        """Steps and held-out rewards that are in the file."""
         try:
             self._evaluated = _cut(self.path, resume_step)
         except OSError as error:
@@ -54,16 +54,23 @@ class Journal:
     def evaluation(self, report: EvalReport) -> None:
         """A held-out reward. That of the same step again, by a process that died before it was in a checkpoint or at
         the end, is the same."""
-        if report.step in self._evaluated:
-            return
-        self._evaluated.add(report.step)
-        self._append({"kind": "evaluation", "step": report.step, "reward": report.reward, "prompts": report.prompts})
-        self._scalars("eval", report.step, {"reward": report.reward})
+        self._held_out(report.step, report.reward, {"prompts": report.prompts})
+
+    def heard(self, step: int, reward: float) -> None:
+        """A held-out reward as the control service tells it, whoever measured it; it tells each several times."""
+        self._held_out(step, reward, {})
 
     def close(self) -> None:
         """Write out what is held back."""
         if self._board is not None:
             self._board.close()
+
+    def _held_out(self, step: int, reward: float, more: dict[str, Any]) -> None:
+        if (step, reward) in self._evaluated:
+            return
+        self._evaluated.add((step, reward))
+        self._append({"kind": "evaluation", "step": step, "reward": reward} | more)
+        self._scalars("eval", step, {"reward": reward})
 
     def _append(self, row: dict[str, Any]) -> None:
         if self._broken:
@@ -86,13 +93,13 @@ class Journal:
         log.warning("%s can't be written and is left alone from here on: %s", self.path, error)
 
 
-def _cut(path: Path, resume_step: int) -> set[int]:
-    """Take out what comes after a step, and a line that a crash left half; the steps of evaluations that stay."""
+def _cut(path: Path, resume_step: int) -> set[tuple[int, float | None]]:
+    """Take out what comes after a step, and what a crash left of a line; steps and rewards of evaluations that stay."""
     if not path.exists():
         return set()
     kept: list[str] = []
-    evaluated: set[int] = set()
-    for line in path.read_text(encoding="utf-8").splitlines():
+    evaluated: set[tuple[int, float | None]] = set()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
@@ -100,7 +107,7 @@ def _cut(path: Path, resume_step: int) -> set[int]:
         if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= resume_step:
             kept.append(line + "\n")
             if row.get("kind") == "evaluation":
-                evaluated.add(row["step"])
+                evaluated.add((row["step"], row.get("reward")))
     part = path.with_suffix(".part")
     part.write_text("".join(kept), encoding="utf-8")
     part.replace(path)

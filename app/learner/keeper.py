@@ -188,7 +188,7 @@ class Keeper:
         """
         best = json.loads((folder / "state.json").read_bytes()).get("best_step")
         stored = stored_steps(self._objects, self._prefix)
-        if best is not None and best not in stored and best in steps_on_disk(self._root):
+        if best is not None and best not in {step, *stored} and best in steps_on_disk(self._root):
             self._put(best, self._root / f"{best:09d}")
         self._put(step, folder)
         found = _steps(self._objects, self._prefix)

@@ -21,6 +21,7 @@ from app.learner.position import Ending, Journal, NoJournal, Position, Trainer
 from app.learner.publisher import Publisher, Save
 from app.learner.supply import Supply
 from app.learner.trainer import TrainerState
+from app.protocol.errors import TaskFailed
 from app.protocol.job import JobSpec
 from app.protocol.learner import EvalReport, StepReport
 
@@ -104,6 +105,15 @@ class Loop:
             if step > 0:
                 self._publisher.keep(self.checkpoint())
         return reward
+
+    def last_evaluation(self) -> TaskFailed | None:
+        """`evaluate` of the weights that the job ends with; if the task keeps it from that, why: what was paid for is
+        saved before the job fails."""
+        try:
+            self.evaluate(final=True)
+        except TaskFailed as error:
+            return error
+        return None
 
     def checkpoint(self, state: TrainerState | None = None) -> Checkpoint:
         """Everything that a later process needs, as it is now."""
@@ -270,6 +280,7 @@ class Loop:
             if step <= self._trainer.steps:
                 self._measured(reward)
                 self.position.heard(step, reward)
+                self._journal.heard(step, reward)
 
     def _measured(self, reward: float) -> None:
         target = self._spec.stop.target_reward

@@ -50,6 +50,7 @@ def add_adapter(model: Any, spec: LoraSpec, *, name: str, seed: int) -> bytes:
             inject_adapter_in_model(config, model, _ADAPTER)
         except ValueError as error:
             raise BadInput(f"learner.lora.targets: {str(error).splitlines()[0]}"[:500]) from error
+    _check_layers(model)
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(_kind(parameter_name) is not None)
     fields = {k: v for k, v in dataclasses.asdict(config).items() if k != "runtime_config"}
@@ -84,7 +85,20 @@ def merge(base: Any, config: bytes, weights: Mapping[str, torch.Tensor]) -> None
         layer, is_first, _ = name.partition(".lora_A.")
         if is_first:
             b = weights[f"{layer}.lora_B.weight"]
-            base.get_submodule(layer.removeprefix(_PREFIX)).weight.add_(scale * (b @ a))
+            module = base.get_submodule(layer.removeprefix(_PREFIX))
+            if module is base.get_output_embeddings():
+                # Its weight may be that of the input embeddings, too, which have no adapter.
+                base.config.tie_word_embeddings = False
+            module.weight = torch.nn.Parameter(module.weight + scale * (b @ a))
+
+
+def _check_layers(model: Any) -> None:
+    """Nodes adapt linear layers alone; PEFT knows others, among them GPT-2's, which are linear but for their name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(layer := module.get_base_layer(), torch.nn.Linear):
+            raise BadInput(f"learner.lora.targets: {name} is a {type(layer).__name__}, and no torch.nn.Linear")
 
 
 def _kind(name: str) -> str | None:

@@ -32,12 +32,19 @@ class Directives:
         self._asked: StalenessMove | None = None
         self._failure: EchoError | None = None
         self._lock = threading.Lock()
+        self.answers = 0
+        """To reports, that were taken in."""
         self.urgent = threading.Event()
         """Set when something other than `run` is wanted or a thread failed."""
 
-    def update(self, directives: LearnerDirectives) -> None:
-        """Take in an answer."""
+    def update(self, directives: LearnerDirectives, *, sent_at: int | None = None) -> None:
+        """Take in an answer to a report, or to a heartbeat that was sent when there had been `sent_at` of those: one
+        that the answer to a report has overtaken may be older, and is left to the next heartbeat."""
         with self._lock:
+            if sent_at is None:
+                self.answers += 1
+            elif sent_at != self.answers:
+                return
             self._current = directives
             if directives.command == "run" and self._failure is None:
                 self.urgent.clear()

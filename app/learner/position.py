@@ -32,6 +32,7 @@ class Journal(Protocol):
 
     def step(self, report: StepReport) -> None: ...
     def evaluation(self, report: EvalReport) -> None: ...
+    def heard(self, step: int, reward: float) -> None: ...
 
 
 class NoJournal:
@@ -41,6 +42,9 @@ class NoJournal:
         """Nothing."""
 
     def evaluation(self, report: EvalReport) -> None:
+        """Nothing."""
+
+    def heard(self, step: int, reward: float) -> None:
         """Nothing."""
 
 

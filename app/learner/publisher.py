@@ -51,6 +51,11 @@ Uploaded = Literal["full", "delta"]
 class SnapshotSink(Protocol):
     """Where versions go."""
 
+    @property
+    def uploaded(self) -> int:
+        """How many objects went into the store: while it grows an upload gets on, however slow."""
+        ...
+
     def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> Announcement:
         """Make a version available to nodes at once. The same version again is harmless."""
         ...
@@ -156,12 +161,16 @@ class Publisher:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until nothing is queued or running. Raises the failure of a thread, LearnerError after `timeout_s`."""
+        """Wait until nothing is queued or running. Raises the failure of a thread, LearnerError when it is not done
+        `timeout_s` after the last object went into the store: a model may take longer than that to get there."""
         with self._changed:
-            done = self._changed.wait_for(lambda: self._settled() or self._stopped, timeout_s)
+            done, before = False, -1
+            while not done and before != (now := self._sink.uploaded):
+                before = now
+                done = self._changed.wait_for(lambda: self._settled() or self._stopped, timeout_s)
         self._directives.current()
         if not done:
-            raise LearnerError(f"a publish was not finished within {timeout_s:.0f} s")
+            raise LearnerError(f"a publish got no further for {timeout_s:.0f} s")
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Begin nothing more; waits up to `timeout_s` for what runs."""

@@ -32,7 +32,6 @@ from app.learner.model import trained_weights
 from app.learner.objects import open_objects
 from app.learner.outbox import FLUSH_S, Directives, Outbox
 from app.learner.parallel.ranks import ALONE, Ranks
-from app.learner.parallel.shards import needs_shards
 from app.learner.position import Ending, Position
 from app.learner.prepare import Parts, prepare, put_assets, put_final
 from app.learner.probe import open_prober
@@ -42,6 +41,7 @@ from app.learner.resume import fetch_checkpoint, resume
 from app.learner.rewards import Rewarder, threads
 from app.learner.sink import RelaySink
 from app.learner.standby import Standby
+from app.protocol.errors import TaskFailed
 from app.protocol.learner import Done, LearnerDirectives, Ready, StartAnswer
 from app.snapshots.rates import Rate
 
@@ -186,13 +186,12 @@ class Session:
         )
         sink.start()
         self._sink = sink
-        keep = self._answer.spec.learner.checkpoint_keep
         self._publisher = Publisher(
             sink,
             self._checkpoints,
             self._outbox,
             self._directives,
-            save_checkpoint=lambda root, checkpoint: save(root, checkpoint, keep=keep),
+            save_checkpoint=partial(save, keep=self._answer.spec.learner.checkpoint_keep),
             saved=self._keeper.saved,
         )
         self._keeper.start()
@@ -250,7 +249,7 @@ class Session:
         spec = self._answer.spec
         if spec.trust.off:
             return None
-        device = audit_device(self._settings.learner_audit_device, spread=needs_shards(spec.learner, self._ranks))
+        device = audit_device(self._settings.learner_audit_device, self._ranks)
         auditor = Auditor(
             spec,
             Versions(parts.loaded.folder, spec, device, sink.weights),
@@ -275,10 +274,10 @@ class Session:
         self._inbox.start()
 
     def _finish(self, parts: Parts, publisher: Publisher, loop: Loop, ending: Ending) -> None:
-        """Final evaluation, checkpoint, the model as a Hugging Face folder in the store, the last word."""
+        """Last evaluation, checkpoint, the model as a Hugging Face folder in the store, last word or TaskFailed."""
         spec = self._answer.spec.learner
         self._status.set("finishing", parts.trainer.steps)
-        loop.evaluate(final=True)
+        failed = loop.last_evaluation()
         self._status.set("finishing", parts.trainer.steps)
         publisher.flush(FLUSH_S)
         self._keeper.stop(FLUSH_S)
@@ -292,8 +291,9 @@ class Session:
         prefix = f"jobs/{self._answer.job_id}/final/"
         put_final(self._objects, prefix, parts, self._answer.spec, self._settings.work_dir / "final")
         if self._auditor is not None:
-            # After the last word nothing is told.
-            self._auditor.stop(FLUSH_S)
+            self._auditor.stop(FLUSH_S)  # after the last word nothing is told
         self._outbox.flush(FLUSH_S)
+        if failed is not None:
+            raise TaskFailed(f"{failed.detail}; the model is saved all the same, under {prefix}")
         status = "succeeded" if ending.kind == "succeeded" else "finished"
         self._control.done(Done(status=status, reason=ending.reason + said, step=step, final_prefix=prefix))

@@ -25,11 +25,23 @@ from app.snapshots.publish import Publication
 from app.snapshots.rates import News, Rate
 from app.snapshots.relay import Relay
 from app.snapshots.store import SnapshotStore
-from app.snapshots.upload import upload, upload_delta
-from app.storage.objects import ObjectStore
+from app.snapshots.upload import ObjectSink, upload, upload_delta
 
 log = logging.getLogger(__name__)
 _PORT = re.compile(r":[0-9]+$")
+
+
+class Counted:
+    """An object store that counts what is put there."""
+
+    def __init__(self, objects: ObjectSink) -> None:
+        self._objects = objects
+        self.puts = 0
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store bytes, replacing what was there."""
+        self._objects.put(key, data)
+        self.puts += 1
 
 
 class RelaySink:
@@ -47,7 +59,7 @@ class RelaySink:
         relay_token: str,
         host: str,
         uplink_bytes_per_s: float | None,
-        objects: ObjectStore,
+        objects: ObjectSink,
         assets: Sequence[AssetInfo],
         snapshots: SnapshotSpec | None = None,
         port: int = 0,
@@ -63,7 +75,7 @@ class RelaySink:
         self._news = News()
         self._host = host
         self._announce = announce
-        self._objects = objects
+        self._objects = Counted(objects)
         self._prefix = f"jobs/{job_id}/snapshots"
         self._spec = snapshots or SnapshotSpec()
         self._stored: int | None = None
@@ -98,6 +110,11 @@ class RelaySink:
     def bytes_served(self) -> int:
         """Payload bytes that left the relay."""
         return self._relay.bytes_served
+
+    @property
+    def uploaded(self) -> int:
+        """Objects that went into the store."""
+        return self._objects.puts
 
     def uplink(self) -> Rate | None:
         """What the relay's link carries, if that was measured since the last call."""

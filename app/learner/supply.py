@@ -63,7 +63,7 @@ class Supply:
         dead = self._buffer.unreported + self._dead(self.dropped) + self._told_dead
         if len(self._buffer) * _HARDLY >= dead:
             return
-        margin = self._directives.current().staleness_budget + published - t
+        margin = self._directives.current().staleness_budget + published - t + 1
         if 0 < margin * prompts < dead:
             told = {name: n for name, n in metrics().items() if name.startswith(_FAULTS)}
             reasons = ", ".join(f"{n:.0f} × {name}" for name, n in told.items()) or "stale"

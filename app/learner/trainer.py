@@ -150,9 +150,10 @@ class GRPOTrainer:
         size = completion_tokens
         asked = Rehearsal(rollouts=rollouts, prompts=[list(p) for p in prompts], completion_tokens=size)
         self._ranks.announce("rehearse", asked.model_dump_json().encode())
+        # Shared: a step of many long answers would be gigabytes of lists.
+        answers, logprobs, lags = [[token] * size for token in range(1, 8)], [-1.0] * size, [1] * size
         rows = [
-            Row(prompts[i % len(prompts)], [i % 7 + 1] * size, [-1.0] * size, 1.0 - i % 2 * 2, [1] * size)
-            for i in range(rollouts)
+            Row(prompts[i % len(prompts)], answers[i % 7], logprobs, 1.0 - i % 2 * 2, lags) for i in range(rollouts)
         ]
         batches = self._runner.plan(rows)
         rehearsed = batches[:_REHEARSED_BATCHES]

@@ -10,9 +10,9 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
-from app.protocol.base import Printable, Spec, micros
+from app.protocol.base import Printable, Spec, micros, usd
 from app.protocol.learner_spec import LearnerSpec
 from app.protocol.pruning import Prune
 from app.protocol.task_spec import TaskSpec
@@ -49,10 +49,10 @@ FINAL_STATUSES = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CAN
 class StopSpec(Spec):
     """When to stop; whichever comes first."""
 
-    steps: int | None = Field(default=100, ge=1)
+    steps: int | None = Field(default=100, ge=1, le=1_000_000_000)
     target_reward: float | None = None
     """Held-out reward at which the job is done."""
-    max_hours: float | None = Field(default=None, gt=0)
+    max_hours: float | None = Field(default=None, gt=0, le=1_000_000)
 
     @model_validator(mode="after")
     def _some_end(self) -> Self:
@@ -137,6 +137,17 @@ class StalenessSpec(Spec):
     """adaptive: a mean KL between sampler and policy above this lowers S."""
 
 
+def checked_dollars(value: Decimal) -> Decimal:
+    """An amount of dollars. Raises ValueError for one that is not positive, or more than anybody has."""
+    if not value.is_finite():
+        raise ValueError("must be a finite amount of dollars")
+    if value > 10_000_000:
+        raise ValueError("must be at most 10000000 dollars")
+    if micros(value) <= 0:
+        raise ValueError("must be more than 0 dollars")
+    return value
+
+
 class FleetSpec(Spec):
     """What may be rented."""
 
@@ -147,26 +158,24 @@ class FleetSpec(Spec):
     min_reliability: float = Field(default=0.9, ge=0, le=1)
     interruptible: bool = True
     max_nodes: int = Field(default=8, ge=1, le=10_000)
-    disk_gb: float = Field(default=16.0, ge=8)
+    disk_gb: float = Field(default=16.0, ge=8, le=1_000_000)
     transport: Literal["auto", "chain", "star", "store"] | None = None
     """How snapshots travel to the nodes; null: as the service's `broadcast_transport` says."""
+
+    @field_validator("max_price_per_hour")
+    @classmethod
+    def _possible(cls, value: Decimal | None) -> Decimal | None:
+        return value if value is None else checked_dollars(value)
+
+    @field_serializer("max_price_per_hour", when_used="json-unless-none")
+    def _six_places(self, value: Decimal) -> str:
+        return usd(micros(value))
 
 
 def period(staleness: int, fixed: int | None) -> int:
     """κ for an S: max(1, S − 1), the paper's default, or what the owner fixed where that is less."""
     longest = max(1, staleness - 1)
     return longest if fixed is None else min(fixed, longest)
-
-
-def checked_budget(value: Decimal) -> Decimal:
-    """A budget in dollars. Raises ValueError for one that is not a positive, possible amount."""
-    if not value.is_finite():
-        raise ValueError("must be a finite amount of dollars")
-    if value > 10_000_000:
-        raise ValueError("must be at most 10000000 dollars")
-    if micros(value) <= 0:
-        raise ValueError("must be more than 0 dollars")
-    return value
 
 
 class SnapshotSpec(Spec):
@@ -248,7 +257,7 @@ class JobSpec(Spec):
     @field_validator("budget_usd")
     @classmethod
     def _positive(cls, value: Decimal) -> Decimal:
-        return checked_budget(value)
+        return checked_dollars(value)
 
     @field_validator("publish_period")
     @classmethod

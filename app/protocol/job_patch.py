@@ -10,7 +10,7 @@ from decimal import Decimal
 from pydantic import Field, field_validator
 
 from app.protocol.base import Spec
-from app.protocol.job import checked_budget
+from app.protocol.job import checked_dollars
 
 
 class JobPatch(Spec):
@@ -23,7 +23,7 @@ class JobPatch(Spec):
     @field_validator("budget_usd")
     @classmethod
     def _positive(cls, value: Decimal | None) -> Decimal | None:
-        return value if value is None else checked_budget(value)
+        return value if value is None else checked_dollars(value)
 
 
 class FleetPatch(Spec):

@@ -155,7 +155,8 @@ class LearnerSpec(Spec):
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
-        for low, high in (("bapo_low", "bapo_low_max"), ("bapo_high", "bapo_high_max")):
+        pairs = (("bapo_low", "bapo_low_max"), ("bapo_high", "bapo_high_max"), ("obrs_lambda", "obrs_cap"))
+        for low, high in pairs:
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low} must be at most {high}; give both")
         if self.final_merged and self.lora is None:

@@ -32,10 +32,11 @@ from app.protocol.proofs import Proofs
 from app.protocol.pruning import Prune
 from app.protocol.startup import MachineFacts, StartProgress
 from app.protocol.task_spec import TaskSpec
+from app.protocol.work import MOST
 
 
 class NodeState(StrEnum):
-    """joining → warming (fetching a snapshot) → active ↔ draining → gone; lost after missed heartbeats."""
+    """joining → warming (fetching a snapshot) → active → draining → gone; lost after missed heartbeats."""
 
     JOINING = "joining"
     WARMING = "warming"
@@ -129,12 +130,16 @@ class JoinAnswer(Lenient):
     directives: Directives
 
 
+MOST_PER_S = 1e12
+Count = Annotated[int, Field(ge=0, le=MOST)]
+
+
 class BroadcastProgress(Strict):
     """How far the download of the next version is."""
 
-    version: int
-    bytes_have: int
-    bytes_total: int
+    version: Count
+    bytes_have: Count
+    bytes_total: Count
     source: Literal["learner", "peer", "store"] | None = None
 
 
@@ -162,16 +167,12 @@ WasteReason = Literal["interrupted", "engine_died", "stale", "refused", "task_er
 """Why generated tokens were thrown away: cut short and not handed back; lost with the engine; too old to count, or
 answered by somebody else meanwhile; the file was refused, or could not be handed in; no reward; what another node had
 begun could not be used."""
-MOST = 2**53 - 1
-"""Of anything that is counted: no node ever comes to that, and databases, metrics and JSON hold it exactly."""
-MOST_PER_S = 1e12
-Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class Weights(Strict):
     """What an engine says of its own parameters; the same for engines of one kind that hold one version."""
 
-    version: int = Field(ge=0)
+    version: Count
     engine: str = Field(max_length=300)
     """Its kind: all that decides in which form it keeps them."""
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -181,7 +182,7 @@ class Heartbeat(Strict):
     """State of a node. Counters are totals since join; rates are smoothed by the node."""
 
     state: NodeState
-    policy_version: int | None
+    policy_version: Count | None
     rollouts_per_s: float | None = Field(default=None, ge=0, le=MOST_PER_S)
     """Rollouts per second of generating time: what the node can do, waiting for work not counted."""
     tokens_per_s: float | None = Field(default=None, ge=0, le=MOST_PER_S)
@@ -265,7 +266,7 @@ class Report(Strict):
     ]
     subject: str = Field(default="", max_length=200)
     """Node id of the upstream, the file, or what failed."""
-    version: int | None = None
+    version: Count | None = None
     detail: str = Field(default="", max_length=1000)
     work_items: list[str] = Field(default_factory=list, max_length=4096)
     """Of `engine_error`, `handed_back`: what is given back because of it. Of `task_error` it is the subject."""

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from app.protocol import proofs as toploc
 from app.protocol.errors import Refused
+from app.protocol.parquet_pages import check_pages, spelled_out
 from app.protocol.trajectory_rows import check_tokens, check_versions, flat, lengths
 
 SCHEMA = pa.schema(
@@ -43,6 +44,7 @@ PROVEN = SCHEMA.append(PROOFS)
 _ATTRIBUTE = {"generated": "written", "proofs": "proof_words"}
 QUANTISATION = b"echo2.quantisation"
 """Key of the file's metadata: how the weights were quantised that all of it was sampled from; none: they were not."""
+_TEXTS = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
 FINISH_REASONS = frozenset({"stop", "length"})
 MAX_VALUES = 1 << 26
 """Numbers in one file. A file of few bytes can unpack to more than fits into memory."""
@@ -138,9 +140,11 @@ def read_table(data: bytes, *, max_rows: int = 1_000_000, max_values: int = MAX_
             raise Refused("schema", f"columns are {found.names}; expected {SCHEMA.names} with the documented types")
         if _values(file.metadata) > max_values:
             raise Refused("too_large", f"the file has more than {max_values} values")
-        table = file.read()
+        check_pages(data, file.metadata, max_values)
+        table = pq.ParquetFile(io.BytesIO(data), read_dictionary=_TEXTS).read()
         # Offsets inside their buffers, text that is UTF-8: what follows may rely on it.
         table.validate(full=True)
+        table = spelled_out(table, max_values)
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
         raise Refused("truncated", f"not a readable Parquet file: {error}"[:300]) from error
     if table.num_rows == 0:

@@ -11,12 +11,15 @@ from pydantic import Field
 
 from app.protocol.base import Lenient, Strict
 
+MOST = 2**53 - 1
+"""Of anything that is counted: no node ever comes to that, and databases, metrics and JSON hold it exactly."""
+
 
 class WorkRequest(Strict):
     """Ask for up to `max_items` groups."""
 
     max_items: int = Field(ge=1, le=1024)
-    policy_version: int = Field(ge=0)
+    policy_version: int = Field(ge=0, le=MOST)
     """The version that the rollouts will be sampled under."""
     wait_s: float = Field(default=10, ge=0, le=30)
 
@@ -51,7 +54,7 @@ class WorkItem(Lenient):
 class UploadRequest(Strict):
     """Ask for a place to put a file."""
 
-    policy_version: int = Field(ge=0)
+    policy_version: int = Field(ge=0, le=MOST)
     """The oldest version that anything in the file was sampled under; the object's key shows it."""
 
 
@@ -75,7 +78,7 @@ class CommitRequest(Strict):
     """A file that was put, by reference."""
 
     key: str = Field(max_length=500)
-    size: int = Field(ge=1)
+    size: int = Field(ge=1, le=MOST)
     blake3: str = Field(pattern=r"^[0-9a-f]{64}$")
     work_items: list[str] = Field(min_length=1, max_length=4096)
 

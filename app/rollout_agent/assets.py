@@ -1,7 +1,8 @@
 """The model's files, fetched once at the start: config and tokenizer; under an adapter its weights, too.
 
-Invariant: a file in the model folder has the size and hash that the control service announced, wherever it came from.
-A large one that was cut, or left by a process that ended, goes on at the byte where it stopped.
+Invariant: a file in the model folder has the size and hash that the control service announced, wherever it came from;
+what it did not announce is not there. A large one that was cut, or left by a process that ended, goes on at the byte
+where it stopped.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ TELL_LOOKS = 6
 
 OnBytes = Callable[[int, int, str], None]
 """Told the bytes of all files that are there, those that there will be, and the file that comes now."""
+
+
+def remove_others(folder: Path, assets: Sequence[AssetRef]) -> None:
+    """Remove files that are none of these. A machine that had another job before has those of another model, and
+    whoever loads a model takes what lies beside config.json for a part of it. Folders stay."""
+    kept = {name for asset in assets for name in (asset.path, _part(folder / asset.path).name)}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name not in kept and not path.is_dir():
+            path.unlink(missing_ok=True)
 
 
 async def fetch_assets(
@@ -71,7 +81,7 @@ async def _fetch_small(client: NodeClient, asset: AssetRef, path: Path) -> None:
 async def _fetch_weights(
     client: NodeClient, asset: AssetRef, path: Path, on_bytes: Callable[[int], None], hub: Hub | None
 ) -> None:
-    part = path.with_name(f".{path.name}.part")
+    part = _part(path)
     if await asyncio.to_thread(_is_it, path, asset):
         return
     if hub is None or not await hub.fetch(client, asset, part, _is_it, on_bytes):
@@ -111,6 +121,11 @@ async def _once_there(
         if hub is not None and looked and looked % TELL_LOOKS == 0:
             await hub.tell()
         await client.pause(STORE_LOOK_S)
+
+
+def _part(path: Path) -> Path:
+    """Where a large file is while it comes."""
+    return path.with_name(f".{path.name}.part")
 
 
 def _is_it(path: Path, asset: AssetRef) -> bool:

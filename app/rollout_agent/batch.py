@@ -6,7 +6,8 @@ sampled again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from app.protocol.errors import EchoError, Unavailable
 from app.protocol.job import SamplingSpec
@@ -17,14 +18,19 @@ from app.rollout_agent.groups import CUT, Batch, Begun, Failed, Group, Sampled
 from app.rollout_agent.joining import join, spanned
 from app.rollout_agent.text_side import TextSide
 
+Around = Callable[[], AbstractContextManager[None]]
 
-def sample(engine: Engine, text: TextSide, batch: Batch, sampling: SamplingSpec) -> Sampled | Failed:
-    """Generate a batch; runs in the engine's thread, so that the version can't change underneath.
+
+def sample(
+    engine: Engine, text: TextSide, batch: Batch, sampling: SamplingSpec, asking: Around = nullcontext
+) -> Sampled | Failed:
+    """Generate a batch; runs in the engine's thread, so that the version can't change underneath. `asking`: around
+    what the engine does itself.
 
     Raises what else than an EchoError or a RuntimeError an engine or a task raises: a defect.
     """
     try:
-        turns = Turns(engine, text, batch, sampling)
+        turns = Turns(engine, text, batch, sampling, asking)
     except (EchoError, RuntimeError) as error:
         return Failed(error, [], 0)
     try:
@@ -40,12 +46,14 @@ class Turns:
     Raises Unavailable without a version, BadInput or what the task raises for prompts that can't be made.
     """
 
-    def __init__(self, engine: Engine, text: TextSide, batch: Batch, sampling: SamplingSpec) -> None:
+    def __init__(
+        self, engine: Engine, text: TextSide, batch: Batch, sampling: SamplingSpec, asking: Around = nullcontext
+    ) -> None:
         version = engine.version
         if version is None:
             raise Unavailable("no policy version is installed yet")
         self._engine, self._version, self._batch, self._text = engine, version, batch, text
-        self._max_tokens = sampling.max_tokens
+        self._max_tokens, self._asking = sampling.max_tokens, asking
         self.tokens = 0
         """Sampled here so far."""
         prompts, prompt_ids = text.encode(batch.items)
@@ -82,7 +90,10 @@ class Turns:
         return range(len(self._begun[item.id]))
 
     def _generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
-        made = self._engine.generate(requests) if requests else []
+        if not requests:
+            return []
+        with self._asking():
+            made = self._engine.generate(requests)
         self.tokens += sum(len(completion.token_ids) for completion in made)
         return [spanned(completion, self._version) for completion in made]
 

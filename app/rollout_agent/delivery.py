@@ -86,22 +86,24 @@ class Delivery:
     async def score(self, groups: Sequence[Group]) -> list[Scored]:
         """Those of these whole groups that could be scored; the others are reported and given up."""
         rewards, failed = await score(self._text, groups, self._pool)
-        self._ledger.give_up(failed)
         for group in groups:
             if group.item.id not in failed:
                 continue
             detail = failed[group.item.id]
-            self._ledger.errors["task_error"] += 1
-            self._ledger.waste("task_error", group.own_tokens)
             log.warning("no reward for work item %s: %s", group.item.id, detail)
             report = Report(
                 kind="task_error", subject=group.item.id, version=group.oldest_version, detail=detail[:1000]
             )
             await report_softly(self._client, report)
+            # Only now: until then it is open, and whoever lets go of it counts it.
+            self._ledger.give_up([group.item.id])
+            self._ledger.errors["task_error"] += 1
+            self._ledger.waste("task_error", group.own_tokens)
         return [Scored(group, rewards[group.item.id]) for group in groups if group.item.id in rewards]
 
     async def hand_in(self, scored: Sequence[Scored], slot: UploadSlot | None = None) -> None:
-        """Make a file of these groups, at least one, put and commit it; without a slot one is asked for."""
+        """Make a file of these groups, at least one, put and commit it; several, if one would be too large. Without a
+        slot one is asked for."""
         groups = [s.group for s in scored]
         rewards = {s.group.item.id: s.rewards for s in scored}
         loop = asyncio.get_running_loop()
@@ -109,6 +111,11 @@ class Delivery:
             self._pool, to_file, groups, rewards, slot.key if slot is not None else "", self._prune
         )
         self._bytes_per_item = len(file.data) / len(groups)
+        if len(file.data) > self._max_bytes and len(scored) > 1:
+            half = len(scored) // 2
+            await self.hand_in(scored[:half], slot)
+            await self.hand_in(scored[half:])
+            return
         if len(file.data) > self._max_bytes:
             self._ledger.give_up(rewards)
             self._waste("refused", groups)

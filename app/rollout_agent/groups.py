@@ -62,13 +62,13 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Number of completion tokens."""
-        return sum(len(c.token_ids) for c in self.completions if c is not None)
+        """How many tokens of it were sampled, here or elsewhere."""
+        return written(self.completions)
 
     @property
     def own_tokens(self) -> int:
         """How many of them were sampled here."""
-        return written(self.completions) - self.foreign_tokens
+        return self.tokens - self.foreign_tokens
 
     @property
     def oldest_version(self) -> int | None:

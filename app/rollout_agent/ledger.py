@@ -65,6 +65,8 @@ class WorkLedger:
     def leased(self, deadlines: Mapping[str, float]) -> None:
         """These items are now ours, each until its deadline."""
         self._in_flight.update(deadlines)
+        for item in deadlines:
+            self._given_up.pop(item, None)
 
     def settled(self, items: Iterable[str]) -> None:
         """These items are answered, whatever the answer was worth."""

@@ -66,10 +66,6 @@ class Meter:
             return None
         return Rates(self._rollouts / self._seconds, self._tokens / self._seconds)
 
-    def running_s(self, now: float) -> float:
-        """Seconds that the batch that is generated now has taken; 0 when there is none."""
-        return now - self._running_since if self._running_since is not None else 0.0
-
     @property
     def usual_s(self) -> float | None:
         """Mean duration of the batches of the last half minute; None before the first one."""

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
+from app.loopback import PAST_PROXIES
 from app.protocol.errors import EchoError
 from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, NodeState
 from app.protocol.startup import StartPhase, StartProgress
 from app.rollout_agent import selftest
-from app.rollout_agent.assets import fetch_assets
+from app.rollout_agent.assets import fetch_assets, remove_others
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.closing import close_parts
 from app.rollout_agent.config import AgentSettings, RelayAddress
@@ -76,7 +77,7 @@ class Node:
         self._engine_pool = ThreadPoolExecutor(1, "engine")
         self._host = make_host(engine, self._folder / "model", self._engine_pool)
         self._score_pool = ThreadPoolExecutor(score_threads(joined.task), "score")
-        self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT)
+        self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT, mounts=PAST_PROXIES)
         self._ledger = WorkLedger(clock)
         self._faults = Faults(client, self._ledger)
         self._hub = Hub(settings.hf_endpoint, self._faults.hub_failed)
@@ -171,6 +172,7 @@ class Node:
         model = self._folder / "model"
         loading = asyncio.create_task(open_task(self._client, self._joined, self._folder / "task"))
         try:
+            await asyncio.to_thread(remove_others, model, self._joined.assets)
             await asyncio.to_thread(self._check_room, self._joined)
             self._startup.enter(StartPhase.FETCHING)
             await fetch_assets(self._client, self._joined.assets, model, self._startup.bytes, self._hub)

@@ -67,7 +67,7 @@ class OpenGroups:
         """A leased item; None if it is being worked on. A lease that was over may come back to where its group is."""
         if (working := self._open.get(item.id)) is not None:
             working.deadline = deadline
-        if working is not None or item.id in self._outbox:
+        if working is not None or item.id in self._going:
             return None
         opened = Open(item, deadline, self._clock(), self._engine.version)
         self._open[item.id] = opened

@@ -58,8 +58,10 @@ class Partials:
         self._oldest_admissible = oldest_admissible
         self._vocabulary = vocabulary
         self._fetching = asyncio.Lock()
+        self._coming: dict[tuple[str, str], asyncio.Task[bytes]] = {}
+        """Files that are asked for, by their keys and hashes."""
         self._last: tuple[tuple[str, str], bytes] | None = None
-        """The file that was fetched last, by its key and hash."""
+        """The file that was fetched last."""
         self._proofs = proofs
 
     async def begun(self, items: Sequence[WorkItem], prompt_ids: Sequence[Sequence[int]]) -> dict[str, Begun]:
@@ -77,7 +79,7 @@ class Partials:
         except EchoError as error:
             self._refused(item, error.detail, 0)
             return ()
-        tokens = sum(len(row.completion_ids) for row in rows)
+        tokens = sum(row.own_tokens for row in rows)
         if any(list(row.prompt_ids) != list(prompt_ids) for row in rows):
             self._refused(item, "its prompt is not that of this item", tokens)
             return ()
@@ -147,18 +149,31 @@ class Partials:
         return [*self._parts(groups[:middle]), *self._parts(groups[middle:])]
 
     async def _fetch(self, reference: PartialRef) -> bytes:
-        """A file. One node's groups are in few files and come together: each is fetched once, one at a time."""
+        """A file. One node's groups are in few files and come together, those of several nodes in turn: each file is
+        fetched once for all who ask for it meanwhile, and if it doesn't come, it doesn't for any of them."""
         if reference.size > self._max_bytes:
             raise Refused("too_large", f"it has {reference.size} bytes; at most {self._max_bytes} are read")
-        async with self._fetching:
-            if self._last is not None and self._last[0] == (reference.key, reference.blake3):
-                return self._last[1]
-            self._last = None
-            data = await self._client.download(reference.url, reference.size)
-            if len(data) != reference.size or blake3(data).hexdigest() != reference.blake3:
-                raise IntegrityError("what the store has is not what was handed over")
-            self._last = (reference.key, reference.blake3), data
-            return data
+        name = reference.key, reference.blake3
+        coming = self._coming.get(name)
+        if coming is None:
+            coming = self._coming[name] = asyncio.create_task(self._download(name, reference))
+            coming.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait any more
+        return await asyncio.shield(coming)
+
+    async def _download(self, name: tuple[str, str], reference: PartialRef) -> bytes:
+        """The file, one at a time."""
+        try:
+            async with self._fetching:
+                if self._last is not None and self._last[0] == name:
+                    return self._last[1]
+                self._last = None
+                data = await self._client.download(reference.url, reference.size)
+                if len(data) != reference.size or blake3(data).hexdigest() != reference.blake3:
+                    raise IntegrityError("what the store has is not what was handed over")
+                self._last = name, data
+                return data
+        finally:
+            del self._coming[name]
 
     def _read(self, data: bytes, item: WorkItem) -> list[Rollout]:
         rows = partial.group_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from app.protocol.errors import Unavailable
 from app.protocol.node import JoinAnswer
 from app.rollout_agent.config import RelayAddress
 from app.snapshots.relay import Relay
@@ -31,8 +32,8 @@ async def start_relay(
     )
     try:
         await relay.start()
-    except OSError as error:
+    except (OSError, Unavailable) as error:
         failed()
-        log.error("no relay: port %d can't be bound: %s", address.port, error.strerror)
+        log.error("no relay on port %d: %s", address.port, error)
         return None
     return relay

@@ -23,7 +23,7 @@ from app.rollout_agent.closing import end_within, ended
 from app.rollout_agent.delivery import Delivery, report_softly
 from app.rollout_agent.engines.base import Completion, StreamEngine
 from app.rollout_agent.flow import Filling, FlowMeter
-from app.rollout_agent.groups import Batch, own_share
+from app.rollout_agent.groups import Batch, own_share, written
 from app.rollout_agent.leasing import WorkSource
 from app.rollout_agent.ledger import WorkerFault, WorkLedger
 from app.rollout_agent.open_groups import OpenGroups
@@ -240,8 +240,8 @@ class StreamWorker:
         )
 
     def _finished(self, ask: Ask, sample: Completion) -> None:
-        before = 0 if ask.begun is None else len(ask.begun.token_ids)
-        self.meter.finished(self._clock(), len(sample.token_ids) - before, own_share(ask.begun, sample))
+        tokens = written([sample]) - written([ask.begun])
+        self.meter.finished(self._clock(), tokens, own_share(ask.begun, sample))
         self._freed.set()
 
     async def _failed(self, opened: Open, error: EchoError | RuntimeError) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from app.protocol.errors import EchoError
+from app.protocol.errors import EchoError, TaskFailed
 from app.protocol.work import WorkItem
 from app.rollout_agent.engines.base import Completion
 from app.rollout_agent.episodes import Answer, answered
@@ -70,8 +70,14 @@ async def score(
     loop = asyncio.get_running_loop()
 
     async def reward(prompt: Prompt, completion: Completion) -> float:
-        async with text.gate, asyncio.timeout(text.reward_timeout_s):
-            return await loop.run_in_executor(pool, text.reward, prompt, completion)
+        async with text.gate:
+            try:
+                async with asyncio.timeout(text.reward_timeout_s) as limit:
+                    return await loop.run_in_executor(pool, text.reward, prompt, completion)
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                raise TaskFailed(f"its reward took longer than {text.reward_timeout_s:g} s") from error
 
     async def one(group: Group) -> list[float]:
         if not text.scores:

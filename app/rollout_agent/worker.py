@@ -9,10 +9,11 @@ a cancelled `run` are a drain too, with little time; what is not ready by then i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 DELIVERY_QUEUE = 2
 LAST_S = 5.0
 """So long it may take to hand in and over what there is when there was no drain."""
+STEP_S = 1800.0
+"""Nothing else in the engine's thread takes longer: to put a version in force, or the replies of one round."""
 
 
 class Worker:
@@ -78,13 +81,20 @@ class Worker:
         self._drain_by = math.inf
         self._life: asyncio.Task[None] | None = None
         self._fault: WorkerFault | None = None
+        self._since: tuple[float, bool] | None = None
+        """Of the batch that is generated: since when the engine is asked, or (False) something else goes on."""
         self._sizer = BatchSizer()
         self.meter = Meter()
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the batch that is generated now began; 0 while there is none."""
-        return self.meter.running_s(self._clock())
+        """Seconds since the engine was asked for what it is generating; 0 while there is no batch. What else goes on in
+        its thread (a version that is put in force, the words of an environment) counts only when it takes too long."""
+        if self._since is None:
+            return 0.0
+        at, asked = self._since
+        seconds = self._clock() - at
+        return seconds if asked or seconds > STEP_S else 0.0
 
     def installed(self) -> None:
         """A version is installed: work may be leased under it."""
@@ -228,10 +238,12 @@ class Worker:
 
         def timed() -> tuple[float, Sampled | Failed, float]:
             began = clock()
-            return began, sample(self._engine, self._text, batch, self._sampling), clock()
+            return began, sample(self._engine, self._text, batch, self._sampling, self._asking), clock()
 
         self.meter.begin(clock())
+        self._since = clock(), False
         began, outcome, ended_at = await loop.run_in_executor(self._engine_pool, timed)
+        self._since = None
         self._ledger.sampled(outcome.tokens)
         if isinstance(outcome, Sampled):
             self.meter.end(began, ended_at, rollouts=outcome.rollouts, tokens=outcome.tokens)
@@ -239,6 +251,15 @@ class Worker:
         else:
             self.meter.end(began, ended_at)
         return outcome
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """In the engine's thread, while it generates."""
+        self._since = self._clock(), True
+        try:
+            yield
+        finally:
+            self._since = self._clock(), False
 
     async def _taken_up(self, batch: Batch) -> Batch:
         """The batch with what other nodes have begun of it."""

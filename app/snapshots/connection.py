@@ -15,6 +15,8 @@ import sys
 import termios
 import time
 import urllib.request
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 CONNECT_S = 5.0
@@ -65,25 +67,14 @@ class Connection:
     async def open(cls, url: str) -> Connection:
         """Connect to the host of an http:// URL."""
         parts = urlsplit(url)
-        loop = asyncio.get_running_loop()
-        sock: socket.socket | None = None
         try:
             async with asyncio.timeout(CONNECT_S):
-                found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
-                family, kind, protocol, _, address = found[0]
-                sock = socket.socket(family, kind, protocol)
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await loop.sock_connect(sock, address)
+                found = await asyncio.get_running_loop().getaddrinfo(
+                    parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
+                )
+                sock = await _connected(found)
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
-            if sock is not None:
-                sock.close()
             raise Lost(f"{type(error).__name__}: {error}"[:300]) from error
-        except BaseException:
-            # Cancelled too, nobody else knows this socket: it is closed, and the error goes on.
-            if sock is not None:
-                sock.close()
-            raise
         return cls(sock, parts.netloc.rpartition("@")[2])
 
     def close(self) -> None:
@@ -242,6 +233,34 @@ class Connection:
         """Bytes that the kernel holds for us."""
         count = fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4))
         return int.from_bytes(count, sys.byteorder)
+
+
+async def _connected(addresses: Sequence[tuple[Any, ...]]) -> socket.socket:
+    """A socket that is connected to the first of a host's addresses that takes it; each has an equal share of the time.
+
+    Raises OSError: the last one's.
+    """
+    failure = OSError("its name has no address")
+    for family, kind, protocol, _, address in addresses:
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:
+            failure = error
+            continue
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(CONNECT_S / len(addresses)):
+                await asyncio.get_running_loop().sock_connect(sock, address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            # Cancelled too, nobody else knows this socket: it is closed, and the error goes on.
+            sock.close()
+            raise
+    raise failure
 
 
 def _settle(future: asyncio.Future[bool], result: bool) -> None:

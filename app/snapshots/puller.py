@@ -169,13 +169,16 @@ class Puller:
             self.bytes_saved += snapshot.manifest.payload_bytes - incoming.manifest.payload_bytes
 
     async def _install_newest(self) -> None:
+        handed: int | None = None
         while True:
             await self._fresh.wait()
             self._fresh.clear()
             snapshot = self._store.latest()
-            if snapshot is None:
+            # One that came in a thread may be here before it sets the event, which an older one had set.
+            if snapshot is None or snapshot.version == handed:
                 continue
             with self._store.pin(snapshot.version):
                 # It may have been removed before it was pinned; then a newer one is about to set the event.
                 if self._store.get(snapshot.version) is not None:
+                    handed = snapshot.version
                     await self._on_complete(snapshot)

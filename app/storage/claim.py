@@ -43,6 +43,8 @@ class Claim:
         self._wanted = False
         self._connection: AsyncConnection | None = None
         """PostgreSQL only: the lock is this connection's."""
+        self._looking = asyncio.Lock()
+        """Two that take it again at a time would keep it from each other."""
 
     async def take(self, patience_s: float = PATIENCE_S) -> None:
         """Raises Unavailable when another process has it for all of `patience_s`."""
@@ -61,14 +63,15 @@ class Claim:
         then nothing may be done that needs it. Says nothing where nothing was taken."""
         if not self._wanted or self._engine.dialect.name == "sqlite":
             return  # the file's lock lasts as long as the process
-        if self._connection is not None:
-            wrong = await self._look(self._connection)
-            if not wrong:
-                return
-            log.warning("the connection that held the claim on the database is gone: %s", wrong)
-            await _end(self._connection)
-            self._connection = None
-        await self._again()
+        async with self._looking:
+            if self._connection is not None:
+                wrong = await self._look(self._connection)
+                if not wrong:
+                    return
+                log.warning("the connection that held the claim on the database is gone: %s", wrong)
+                await _end(self._connection)
+                self._connection = None
+            await self._again()
 
     async def release(self) -> None:
         """Let the next one have it. A database that is gone has done so already."""

@@ -16,7 +16,7 @@ from app.tasks.names import wrong_params
 
 Scorer = Callable[[str, str], float]
 """The right answer, the text written → 1.0 or 0.0. `math` raises ValueError for a right answer that is no formula."""
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact(answer: str, text: str) -> float:
@@ -37,7 +37,7 @@ def number(answer: str, text: str) -> float:
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in a text; None without one."""
-    found = [match for match in _NUMBER.findall(text) if any(c.isdigit() for c in match)]
+    found = _NUMBER.findall(text)
     if not found:
         return None
     try:

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import boto3
 from botocore.config import Config
+from botocore.exceptions import BotoCoreError
+
+from providers.base import BadRequest
 
 from .config import Ec2Config
 
@@ -72,7 +75,15 @@ class Clients:
 
 
 def make_clients(config: Ec2Config) -> Clients:
-    """boto3's clients for the account. Nothing is sent; botocore's errors come up for a malformed region or URL."""
+    """boto3's clients for the account. Nothing is sent. BadRequest for what boto3 can't work with: a region, a URL, a
+    profile or file of its own."""
+    try:
+        return _clients(config)
+    except (BotoCoreError, ValueError) as error:
+        raise BadRequest(f"boto3 can't be set up: {error}") from error
+
+
+def _clients(config: Ec2Config) -> Clients:
     session = boto3.session.Session(
         aws_access_key_id=config.access_key_id, aws_secret_access_key=config.secret_access_key,
         aws_session_token=config.session_token, region_name=config.region,

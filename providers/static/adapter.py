@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -169,7 +169,7 @@ class Static:
     async def _seen(self, call: str, machine: Machine) -> scripts.Seen | None:
         answer = await self._ask(call, machine, scripts.check())
         try:
-            return scripts.read_check(answer)
+            return scripts.read_check(answer, self._clock().timestamp())
         except scripts.Unclear as error:
             raise MalformedAnswer(f"{machine.name}: {error}", provider=self._name) from error
 
@@ -189,7 +189,7 @@ class Static:
         Raises AuthError when every machine that was asked refuses our key, MalformedAnswer when one that we took can't
         be understood. One that we did not take and that can't be asked is left alone for five minutes.
         """
-        entries, now = self._state.entries, self._clock()
+        entries, now, asked = self._state.entries, self._clock(), set(self._asked)
         taken = {entry.machine: self._machine_of(entry.instance_id) for entry in entries.values()}
         free = {name: machine for name, machine in self._machines.items() if self._quiet.get(name, now) <= now}
         targets = {**free, **taken}
@@ -216,13 +216,14 @@ class Static:
         if refused and len(refused) == len(targets):
             self._quiet.clear()
             raise refused[0]
-        self._forget(entries, found)
+        self._forget([one for one in entries.values() if one.machine not in asked], found)
         return Listing(complete=True, instances=tuple(found))
 
-    def _forget(self, before: Mapping[str, Taken], found: Sequence[Instance]) -> None:
-        """Machines that were reached and have nothing of ours are free again."""
+    def _forget(self, before: Sequence[Taken], found: Sequence[Instance]) -> None:
+        """Machines that were reached and have nothing of ours are free again: those that nobody was about to start
+        something on when they were asked, `before`, and nobody is now."""
         shown = {instance.instance_id for instance in found}
-        for entry in before.values():
+        for entry in before:
             if entry.instance_id not in shown and entry.machine not in self._asked:
                 self._state.drop(entry.instance_id)
 

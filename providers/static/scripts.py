@@ -67,7 +67,7 @@ owner="$(cat "$slot/id" 2>/dev/null)"
 if [ -z "$owner" ]; then echo "@none"; exit 0; fi
 state=exited
 [ -n "$(marked "$owner")" ] && state=running
-echo "@instance $state $owner $(cat "$slot/at" 2>/dev/null)"
+echo "@instance $state $owner $(cat "$slot/at" 2>/dev/null) $(date +%s)"
 echo "@label $(cat "$slot/label" 2>/dev/null)"
 """
 
@@ -123,7 +123,7 @@ def start(instance_id: str, label: str, text: str) -> str:
 
 
 def check() -> str:
-    """Who has the machine: "@none", or "@instance running|exited ID EPOCH" and "@label LABEL"."""
+    """Who has the machine: "@none", or "@instance running|exited ID BEGUN NOW" (epoch seconds) and "@label LABEL"."""
     return _head("") + _CHECK
 
 
@@ -147,23 +147,24 @@ class Seen:
     label: str
     running: bool
     started_at: float | None
-    """Epoch seconds, by the machine's clock."""
+    """Epoch seconds, by our clock: the machine's own may be wrong, and time is money."""
 
 
 class Unclear(ValueError):
     """The answer is not one of a script of ours."""
 
 
-def read_check(output: str) -> Seen | None:
-    """The answer to `check`; None when nothing of ours is on the machine. Unclear for anything else."""
+def read_check(output: str, now: float) -> Seen | None:
+    """The answer to `check`, read at `now`; None when nothing of ours is on the machine. Unclear for anything else."""
     words = [line for line in output.splitlines() if line.startswith("@")]
     if words == ["@none"]:
         return None
     first = words[0].split() if words else []
     if len(words) != 2 or len(first) < 3 or first[0] != "@instance" or not words[1].startswith("@label "):
         raise Unclear("the machine did not say what it runs")
-    at = float(first[3]) if len(first) > 3 and first[3].isdecimal() else None
-    return Seen(first[2], words[1].removeprefix("@label "), first[1] == "running", at)
+    told = [float(word) for word in first[3:] if word.isdecimal()]
+    begun = now - max(0.0, told[1] - told[0]) if len(told) == 2 else None
+    return Seen(first[2], words[1].removeprefix("@label "), first[1] == "running", begun)
 
 
 def verdict(output: str, *known: str) -> str:

@@ -81,7 +81,7 @@ def offer(row: Row, billing: Billing, provider: str, now: datetime) -> Offer:
     ask, machine, name = row.get("id") or row.get("ask_contract_id"), row.get("machine_id"), row.get("gpu_name")
     if not isinstance(ask, int) or not isinstance(machine, int) or not isinstance(name, str) or not name:
         raise Unreadable("id, machine_id or gpu_name is missing")
-    duration = row.get("duration")
+    duration, disk = row.get("duration"), number_or(row, "disk_space", math.nan)
     return Offer(
         provider=provider, offer_id=str(ask), machine_id=str(machine), gpu_name=name,
         num_gpus=int(number(row, "num_gpus")), gpu_ram_mb=int(number(row, "gpu_ram")), billing=billing,
@@ -91,7 +91,7 @@ def offer(row: Row, billing: Billing, provider: str, now: datetime) -> Offer:
         reliability=number_or(row, "reliability", number_or(row, "reliability2", 0.0)),
         region=str(row.get("geolocation") or ""), max_duration_s=None if duration is None else number(row, "duration"),
         dlperf=number_or(row, "dlperf", 0.0), ports=int(number_or(row, "direct_port_count", 0.0)), fetched_at=now,
-        raw_status=str(row.get("verification") or ""),
+        raw_status=str(row.get("verification") or ""), disk_gb=None if math.isnan(disk) else disk,
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def instance(row: Any, provider: str) -> Instance:
         raw_status=str(row.get("actual_status") or ""), detail=detail_of(row), billing=billing,
         compute_micros_h=_rate(row), machine_id=str(row.get("machine_id") or ""),
         gpu_name=str(row.get("gpu_name") or ""),
-        started_at=datetime.fromtimestamp(begun, UTC) if isinstance(begun, int | float) else None,
+        started_at=_time(begun),
         public_host=host or None, ports=_ports(row), floor_micros_h=_floor(row) if bid else None,
         ends_at=_time(row.get("end_date")),
     )  # fmt: skip
@@ -197,31 +197,36 @@ def increases(rows: Iterable[Any], provider: str) -> list[PriceIncrease]:
     return found
 
 
-def _contract_of(result: Row) -> str:
+def _instant(row: Row, name: str) -> datetime:
+    found = _time(row.get(name))
+    if found is None:
+        raise Unreadable(f"{name} is {row.get(name)!r}, expected epoch seconds")
+    return found
+
+
+def _contract_of(result: Row, told: Row) -> str:
     source = str(result.get("source") or "")
     tail = source.rsplit("-", 1)[-1]
-    if tail.isdigit():
-        return tail
-    return str((result.get("metadata") or {}).get("instance_id") or "")
+    return tail if tail.isdigit() else str(told.get("instance_id") or "")
 
 
 def charges(results: Iterable[Any], provider: str, since: datetime) -> list[Charge]:
     """The bill's items that ended after `since`. Raises MalformedAnswer for what can't be read."""
     found: list[Charge] = []
     for result in results:
-        if not isinstance(result, Mapping):
+        told = result.get("metadata") or {} if isinstance(result, Mapping) else None
+        if not isinstance(told, Mapping):
             raise MalformedAnswer("a charge that is not an object", provider=provider, raw=str(result))
         if result.get("type") != "instance":
             continue
-        label = str((result.get("metadata") or {}).get("label") or "")
+        label = str(told.get("label") or "")
         for item in result.get("items") or []:
             try:
                 kind = _CHARGES[item["type"]]
-                start, end = number(item, "start"), number(item, "end")
+                begin, finish = _instant(item, "start"), _instant(item, "end")
                 amount = micros(number(item, "amount"))
             except (KeyError, TypeError, Unreadable) as error:
                 raise MalformedAnswer(f"a charge can't be read: {error}", provider=provider, raw=str(item)) from error
-            if end >= since.timestamp():
-                begin, finish = datetime.fromtimestamp(start, UTC), datetime.fromtimestamp(end, UTC)
-                found.append(Charge(provider, _contract_of(result), label, kind, amount, begin, finish))
+            if finish >= since:
+                found.append(Charge(provider, _contract_of(result, told), label, kind, amount, begin, finish))
     return found

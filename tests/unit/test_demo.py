@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, get_type_hints
 
+import httpx
 import pytest
 
-from app.demo import job_spec
+from app.cli import demo
+from app.demo import STEPS, job_spec
+from app.demo.incidents import Incidents
 from app.demo.report import verdict
+from app.demo.stage import Stage
 from app.protocol.job import JobSpec
 
 KEPT: dict[str, Any] = {
@@ -52,3 +59,47 @@ def test_its_job_is_a_valid_one() -> None:
 def test_without_a_bill_nothing_agrees() -> None:
     zero = {"spent_usd": "0.000000", "spent_own_count_usd": "0.000000", "marketplace_bill_usd": "0.000000"}
     assert len(verdict({**KEPT, **zero})) == 2
+
+
+def test_the_help_tells_how_many_steps_it_takes() -> None:
+    (option,) = get_type_hints(demo, include_extras=True)["steps"].__metadata__
+    assert f"[default: {STEPS['transformers']}, vllm {STEPS['vllm']}]" in option.help
+
+
+class Hook(BaseHTTPRequestHandler):
+    """The service, as far as a webhook goes."""
+
+    def do_POST(self) -> None:
+        """Takes it."""
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(202)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_its_webhook_goes_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    told: list[Any] = []
+
+    def market(request: httpx.Request) -> httpx.Response:
+        told.append(json.loads(request.content))
+        return httpx.Response(200, json={})
+
+    nodes = [
+        {"id": f"n{i}", "state": "active", "machine_id": str(i), "chain_position": i, "rho": i, "gpu_name": f"GPU {i}",
+         "price_per_hour": "0.100000"} for i in range(2)
+    ]  # fmt: skip
+    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stage = Stage(server.server_address[1], 0)
+        incidents = Incidents(stage, httpx.Client(base_url="http://market", transport=httpx.MockTransport(market)), 4)
+        incidents.killed = "1"
+        incidents.update({"step": 2}, {"nodes": nodes})
+        server.shutdown()
+    assert incidents.priced == "GPU 0"
+    assert told == [{"selector": {"gpu_name": "GPU 0"}, "min_bid": "0.400000", "dph_base": "0.400000"}]

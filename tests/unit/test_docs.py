@@ -14,7 +14,9 @@ from pydantic.fields import FieldInfo
 from app.fleet.metrics import Metrics
 from app.learner.config import LearnerSettings
 from app.main import build_services, create_app
+from app.protocol import errors
 from app.protocol.job import JobSpec
+from app.protocol.task_spec import TaskLimits
 from app.rollout_agent.config import AgentSettings
 from app.settings import Settings
 from app.tasks.registry import check_task
@@ -190,3 +192,20 @@ def test_variables_in_the_pages_are_read_by_something() -> None:
                 unknown.add((page.name, name))
     # A port's own variable: the source writes its number in.
     assert {u for u in unknown if u[1] != "ECHO2_BIND_7070"} == set()
+
+
+def test_the_limits_of_a_task_are_those_of_its_page() -> None:
+    text = (TOP / "docs" / "tasks.md").read_text().partition("| `task.limits` |")[2].partition("\n\n")[0]
+    shown = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", text, re.MULTILINE))
+    defaults = TaskLimits().model_dump(mode="json")
+    assert shown == {name: json.dumps(value).removesuffix(".0") for name, value in defaults.items()}
+
+
+def test_every_error_that_crosses_the_boundary_is_in_the_api_page() -> None:
+    found = re.findall(r"^\| (\d{3}) \| `([a-z_]+)` \|", section(TOP / "docs" / "api.md", "Conventions"), re.MULTILINE)
+    table = {code: int(status) for status, code in found}
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EchoError)}
+    assert len({kind.code for kind in kinds}) == len(kinds)
+    # Those of 405 are the framework's; those of 500 but for one stay inside.
+    ours = {kind.code: kind.status for kind in kinds if kind.status != 500} | {errors.EchoError.code: 500}
+    assert ours == {code: status for code, status in table.items() if status != 405}

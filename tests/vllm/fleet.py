@@ -35,7 +35,7 @@ from tests.vllm.world import World as Models
 
 REPOSITORY = Path(__file__).parents[2]
 GROUP, MAX_TOKENS, POSITIONS = 4, 300, 512
-SPELL = {"name": "reasoning_gym", "params": {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5}}
+TASK = {"name": "turns.py:Turns", "limits": {"processes": 1}}
 SILENCE_S = 8.0
 
 
@@ -124,7 +124,7 @@ class Fleet:
     async def begin(self) -> None:
         """A job whose learner is ready."""
         self.job_id = await self.world.create(
-            task=SPELL, staleness_budget=200, batch={"prompts": 32, "group_size": GROUP},
+            task=TASK, staleness_budget=200, batch={"prompts": 32, "group_size": GROUP},
             sampling={"max_tokens": MAX_TOKENS}, learner={"eval_by": "learner"}, fleet={"max_nodes": 2},
         )  # fmt: skip
         core = self.world.svc.core
@@ -290,6 +290,7 @@ async def fleet(root: Path) -> AsyncIterator[Fleet]:
     options = {
         "public_url": url, "tick_seconds": 1, "reconcile_seconds": 1, "heartbeat_seconds": 0.5,
         "heartbeat_timeout_seconds": SILENCE_S, "join_timeout_seconds": 600, "first_nodes": 2,
+        "task_dir": Path(__file__).parent,
         "object_store_url": f"file://{root / 'state' / 'objects'}",
     }  # fmt: skip
     world = World(root / "state", f"sqlite+aiosqlite:///{root / 'echo2.db'}", provider, clock, options)

@@ -1,27 +1,40 @@
 """Whole agents with a real vLLM under the real service: what comes back, and what becomes of it when one of them ends.
 
-The cases share two engines and happen in this order: each start of a vLLM takes most of a minute.
+The cases share two engines and happen in this order: each start of a vLLM takes most of a minute. Half of the prompts
+have an environment that answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterable
 
 import pytest
 import pytest_asyncio
+from transformers import AutoTokenizer
 
+from app.fleet import admission
 from app.protocol import trajectory
 from app.protocol.trajectory import Rollout
 from app.rollout_agent.engines.base import Completion, Span
 from app.storage.models import WorkItem
+from tests.unit.rollout_agent.tiny import EOS
 from tests.vllm.fleet import GROUP, SILENCE_S, Accepted, Fleet, Machine, fleet
+from tests.vllm.processes import counted, host_of
+from tests.vllm.test_engine import victim_of
+from tests.vllm.turns import TURNS, said
 from tests.vllm.world import PYTHON
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 AGREES = 0.02
 START_S = 400.0
+BEGUN = 100
+"""Tokens of an engine with 16 samples, most of which take hundreds."""
+MADE, CUT = "vllm:generation_tokens_total{", 'vllm:request_success_total{engine="0",finished_reason="abort"'
 VLLM = {
     "ECHO2_ENGINE": "vllm", "ECHO2_VLLM_PYTHON": PYTHON, "ECHO2_VLLM_MAX_SEQUENCES": "16", "ECHO2_THREADS": "1",
     "ECHO2_VLLM_START_TIMEOUT_S": str(START_S),
@@ -30,10 +43,10 @@ VLLM = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def at_work(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    """Two machines with vLLM that work under version 0."""
+    """Two machines with vLLM that work under version 0. The second one cuts its samples at a swap."""
     async with fleet(tmp_path_factory.mktemp("fleet")) as made:
-        for instance in made.unmanned():
-            await made.man(instance, **VLLM)
+        for instance, on_swap in zip(made.unmanned(), ("continue", "resubmit"), strict=True):
+            await made.man(instance, **VLLM, ECHO2_VLLM_ON_SWAP=on_swap)
         await made.until_active(2, START_S, version=0)
         yield made
 
@@ -43,7 +56,7 @@ def worst(at_work: Fleet, rows: Iterable[Rollout]) -> float:
 
     def off(row: Rollout) -> float:
         spans = [Span(v, s) for v, s in zip(row.span_versions, row.span_starts, strict=True)]
-        made = Completion(list(row.completion_ids), list(row.logprobs), "stop", spans)
+        made = Completion(list(row.completion_ids), list(row.logprobs), "stop", spans, row.generated)
         return at_work.models.off(list(row.prompt_ids), made)
 
     return max(off(row) for row in rows)
@@ -60,6 +73,17 @@ async def at(at_work: Fleet, number: int) -> tuple[Machine, str]:
     return machine, node
 
 
+async def until_sampling(at_work: Fleet, number: int) -> tuple[Machine, str]:
+    """The n-th machine and its node, which has just been given work and has begun it."""
+    machine, node = await at(at_work, number)
+    await at_work.until_busy(node)
+    deadline, before = time.monotonic() + 60, await counted(machine.process.pid, MADE)
+    while await counted(machine.process.pid, MADE) < before + BEGUN:
+        assert time.monotonic() < deadline, at_work.logs()
+        await asyncio.sleep(0.02)
+    return machine, node
+
+
 async def test_groups_come_back_one_by_one_while_others_run(at_work: Fleet) -> None:
     nodes = [node.id for node in await at_work.nodes()]
     await at_work.until(
@@ -73,8 +97,32 @@ async def test_groups_come_back_one_by_one_while_others_run(at_work: Fleet) -> N
     assert worst(at_work, (row for group in groups[:12] for row in group.rows)) <= AGREES
 
 
-async def test_a_swap_under_load_shows_token_by_token(at_work: Fleet) -> None:
+async def test_what_an_environment_says_is_marked_as_written_by_nobody(at_work: Fleet) -> None:
     nodes = [node.id for node in await at_work.nodes()]
+
+    def played(node: str) -> list[Rollout]:
+        groups = from_node(at_work.accepted.values(), node)
+        return [row for group in groups for row in group.rows if row.generated is not None]
+
+    await at_work.until(
+        lambda: all(any(row.reward == TURNS for row in played(node)) for node in nodes), "whole episodes of both nodes"
+    )
+    encode = AutoTokenizer.from_pretrained(at_work.models.folder).encode
+    for row in (row for node in nodes for row in played(node)):
+        assert row.prompt_index % 2 == 0
+        pairs = zip(row.completion_ids, row.logprobs, row.generated or (), strict=True)
+        runs = [(by, [pair[:2] for pair in run]) for by, run in itertools.groupby(pairs, key=lambda pair: pair[2])]
+        assert [by for by, _ in runs] == [i % 2 == 0 for i in range(2 * int(row.reward) - 1)]
+        for i, (_, run) in enumerate(runs[1::2], 1):
+            assert run == [(token, 0.0) for token in encode(said(i))]
+        assert all([token for token, _ in run].index(EOS) == len(run) - 1 for _, run in runs[:-1:2])
+        assert any(logprob < 0 for _, logprob in runs[-1][1])
+    others = [row for group in at_work.accepted.values() for row in group.rows if row.prompt_index % 2]
+    assert {(row.generated, row.reward) for row in others} == {(None, 1.0)}
+
+
+async def test_a_swap_under_load_shows_token_by_token(at_work: Fleet) -> None:
+    nodes = [(await at(at_work, number))[1] for number in (0, 1)]
 
     def over_both(node: str) -> list[Rollout]:
         groups = from_node(at_work.accepted.values(), node)
@@ -95,12 +143,14 @@ async def test_a_swap_under_load_shows_token_by_token(at_work: Fleet) -> None:
         assert all(0 < row.span_starts[1] < len(row.completion_ids) for row in rows)
         assert worst(at_work, rows[:12]) <= AGREES
     assert [node.tokens_wasted for node in await at_work.nodes()] == [{}, {}]
+    going_on, cutting = [await counted(machine.process.pid, CUT) for machine in at_work.machines.values()]
+    assert going_on == 0, "the first machine's go on in the engine"
+    assert cutting > 0, "the second one's are cut and asked for again"
 
 
 async def test_what_a_terminated_node_had_begun_another_one_finishes(at_work: Fleet) -> None:
-    (machine, node), (_, other) = await at(at_work, 0), await at(at_work, 1)
-    newer = at_work.version + 1
-    await at_work.until_busy(node)
+    (_, other), newer = await at(at_work, 1), at_work.version + 1
+    machine, node = await until_sampling(at_work, 0)
     at_work.away_for_work = True
     machine.process.terminate()
     assert await asyncio.wait_for(machine.process.wait(), 20) == 0, machine.log
@@ -123,7 +173,7 @@ async def test_what_a_terminated_node_had_begun_another_one_finishes(at_work: Fl
     gone = await at_work.world.node_row(node)
     assert gone.state == "gone"
     handed_over = sum(item.partial_tokens or 0 for item in begun.values())
-    handed_in = sum(len(row.completion_ids) for g in from_node(at_work.accepted.values(), node) for row in g.rows)
+    handed_in = sum(row.own_tokens for g in from_node(at_work.accepted.values(), node) for row in g.rows)
     print(f"\n{len(begun)} groups with {handed_over} tokens handed over; of no use: {gone.tokens_wasted}")
     assert gone.tokens_generated == handed_in + handed_over + sum(gone.tokens_wasted.values())
 
@@ -143,6 +193,34 @@ def held_to_its_beginning(at_work: Fleet, item: WorkItem, group: Accepted) -> No
         assert list(whole.span_versions)[: len(row.span_versions)] == list(row.span_versions)
         assert (len(whole.completion_ids) > size) == (row.finish_reason == "abort")
     assert worst(at_work, after.values()) <= AGREES
+
+
+async def test_a_node_whose_engine_is_killed_loads_it_again_and_loses_no_group(
+    at_work: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than a start of vLLM takes; of nodes as fast as these it would be 20 seconds.
+    monkeypatch.setattr(admission, "lease_deadline", lambda **_: START_S)
+    version, before = at_work.version, set(await at_work.leased((await at(at_work, 1))[1]))
+    machine, node = await until_sampling(at_work, 1)
+    host = host_of(machine.process.pid)
+    assert host is not None
+    os.kill(victim_of(host, "core"), signal.SIGKILL)
+    under_way = set(await at_work.leased(node)) - before - (await at_work.read()).keys()
+    assert under_way
+    await at_work.until(lambda: under_way <= at_work.accepted.keys(), "the node finishes them itself", 200)
+    for item in await at_work.world.items(at_work.job_id):
+        if item.id in under_way:
+            assert (item.attempts, item.failures, item.failed_by) == (1, 0, [])
+    groups = [at_work.accepted[name] for name in under_way]
+    assert {(group.node, *group.written_by) for group in groups} == {(node,)}
+    assert all(sorted(row.sample_index for row in group.rows) == list(range(GROUP)) for group in groups)
+    assert worst(at_work, (row for group in groups for row in group.rows)) <= AGREES
+    assert host_of(machine.process.pid) not in (None, host), "it has another engine"
+    assert f"the engine is loaded again, with version {version}" in machine.log
+    assert node in [n.id for n in await at_work.until_active(1, 60, version=version)], "it is the same node"
+    row = await at_work.world.node_row(node)
+    assert row.errors["engine_died"] == 1
+    assert set(row.tokens_wasted) == {"engine_died"}, "samples that were in the engine, and nothing else"
 
 
 async def test_a_killed_node_loses_only_what_it_had_not_handed_in(at_work: Fleet) -> None:

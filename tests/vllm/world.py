@@ -77,11 +77,14 @@ class World:
         return [float(table[i, token]) for i, token in enumerate(ids[1:])]
 
     def off(self, prompt: Sequence[int], completion: Completion, temperature: float = 1.0) -> float:
-        """Largest difference between the completion's log-probs and those of the versions that its spans name."""
+        """Largest difference between the completion's log-probs and those of the versions that its spans name, where
+        the policy wrote it."""
         ids, worst = [*prompt, *completion.token_ids], 0.0
+        marks = completion.generated if completion.generated is not None else [True] * len(completion.token_ids)
         ends = [span.start for span in completion.spans[1:]] + [len(completion.token_ids)]
         for span, end in zip(completion.spans, ends, strict=True):
             wanted = self.logprobs(ids, span.version, temperature)[len(prompt) - 1 :]
-            pairs = zip(completion.logprobs[span.start : end], wanted[span.start : end], strict=True)
-            worst = max(worst, *(abs(a - b) for a, b in pairs))
+            part = slice(span.start, end)
+            pairs = zip(completion.logprobs[part], wanted[part], marks[part], strict=True)
+            worst = max([worst, *(abs(a - b) for a, b, written in pairs if written)])
         return worst

@@ -15,6 +15,7 @@ import torch
 from app.learner.audit.scoring import Scored, score
 from app.learner.lora import add_adapter
 from app.learner.model import default_device, load, trained_weights
+from app.learner.parallel.ranks import Ranks
 from app.protocol.errors import BadInput, LearnerError
 from app.protocol.job import JobSpec, period
 from app.protocol.trajectory import Rollout
@@ -69,10 +70,10 @@ def _model(folder: Path, spec: JobSpec, device: torch.device) -> Any:
     return loaded.model.to(device, torch.float32 if exact else torch.bfloat16).requires_grad_(False)
 
 
-def audit_device(wanted: str, *, spread: bool) -> torch.device:
+def audit_device(wanted: str, ranks: Ranks) -> torch.device:
     """Where the copy is held. Raises BadInput for a GPU that this machine doesn't have."""
     if not wanted:
-        return torch.device("cpu") if spread else default_device()
+        return torch.device("cpu") if ranks.size > 1 else default_device()
     device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadInput(f"ECHO2_LEARNER_AUDIT_DEVICE: {wanted} is not on this machine")

@@ -92,4 +92,4 @@ def _load(ranks: Group, settings: LearnerSettings, told: Loading) -> tuple[GRPOT
     agree(ranks, failure)
     trainer = GRPOTrainer(loaded.model, spec, ranks=ranks)
     check_job(loaded.model, spec.learner)
-    return trainer, Sampler(loaded.model, loaded.tokenizer, ranks)
+    return trainer, Sampler(loaded.model, loaded.tokenizer, spec.sampling, ranks)

@@ -6,6 +6,7 @@ Invariant: what was packed is the same for every rank that unpacks it, bit for b
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 
 from app.learner.buffer import Group
@@ -52,5 +53,6 @@ def packed(groups: Sequence[Group]) -> bytes:
 
 def unpacked(data: bytes) -> list[Group]:
     """The groups of `packed`, with log-probs and rewards in float32."""
-    rows = trajectory.rollouts(trajectory.read_table(data))
+    # No stranger's file, but what rank 0 holds: a step of many long answers is larger than a file may be.
+    rows = trajectory.rollouts(trajectory.read_table(data, max_rows=sys.maxsize, max_values=sys.maxsize))
     return [Group(item, tuple(made)) for item, made in itertools.groupby(rows, key=lambda r: r.work_item)]

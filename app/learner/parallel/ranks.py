@@ -122,8 +122,9 @@ class Group:
             return
         try:
             self._store.set(f"command/{self._count}", json.dumps({"op": op, "bytes": len(payload)}))
-            if self._count:
-                self._store.delete_key(f"command/{self._count - 1}")
+            # Not the last one yet: who joins in its work by receiving alone may be late to read it.
+            if self._count > 1:
+                self._store.delete_key(f"command/{self._count - 2}")
         except dist.DistError as error:
             raise Unavailable(f"the other ranks can't be told to {op}: {error}"[:500]) from error
         self._count += 1
@@ -147,7 +148,7 @@ class Group:
         payload = torch.zeros(said["bytes"], dtype=torch.uint8)
         if len(payload):
             dist.broadcast(payload, 0)
-        # An announcement is deleted when the next is made, which is after all have joined in the work of this one.
+        # An announcement is deleted when the second after it is made: by then all have joined in the work of the next.
         return Command(said["op"], payload.numpy().tobytes())
 
     def close(self, timeout_s: float = 5.0) -> None:

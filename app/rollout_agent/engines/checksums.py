@@ -31,6 +31,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Layers that an engine makes of several, one below the other, in this order."""
+_COPY = re.compile(r"^dp\d+:")
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -59,13 +60,16 @@ class Seen:
 
     @property
     def workers(self) -> int:
-        """How many share the model, in all ways together."""
-        return len({key.rpartition(":")[0] for key in self.digests})
+        """How many share a copy of the model, in all ways together."""
+        return len({_of_one_copy(key).rpartition(":")[0] for key in self.digests})
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of it: the same in engines of one kind that hold the same version."""
-        lines = "".join(f"{key} {sha}\n" for key, sha in sorted(self.digests.items()))
+        """SHA-256 of all of it: the same in engines of one kind that hold the same version in all of their copies,
+        however many these are."""
+        lines = "".join(
+            f"{key} {sha}\n" for key, sha in sorted({(_of_one_copy(k), v) for k, v in self.digests.items()})
+        )
         return hashlib.sha256(lines.encode()).hexdigest()
 
     @property
@@ -80,6 +84,11 @@ class Seen:
 def parameter(key: str) -> str:
     """A parameter's name out of the engine's key: `dp0:pp0:pcp0:tp0:model.norm.weight`."""
     return key.rpartition(":")[2]
+
+
+def _of_one_copy(key: str) -> str:
+    """A key without the number of the model's copy: `pp0:pcp0:tp0:model.norm.weight`."""
+    return _COPY.sub("", key)
 
 
 def sources(engine: Collection[str], stored: Collection[str], tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

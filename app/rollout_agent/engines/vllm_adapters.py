@@ -34,6 +34,9 @@ class Adapters:
 
     async def bring(self, payload: Path, version: int) -> str:
         """Load a version beside the others; its name. Raises IntegrityError, and then nothing has changed."""
+        if not self._brought:
+            # Of a server that has ended, in this process or in an earlier one.
+            await asyncio.to_thread(shutil.rmtree, self._folder, True)
         await self._make_room()
         self._brought += 1
         name = f"echo2-v{version}-{self._brought}"

@@ -7,6 +7,7 @@ on; an answer of any other form is an error, never a guess.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -116,11 +117,15 @@ def prompt_logprobs(answer: Mapping[str, Any], token_ids: Sequence[int]) -> list
 
 
 def load_of(text: str) -> Load:
-    """Figures out of Prometheus text, summed over engines. Raises Unavailable if one is not there."""
+    """Figures out of Prometheus text, summed over copies of the model; of their caches, the fullest.
+
+    Raises Unavailable if one is not there.
+    """
     sums: dict[str, float] = {}
     for name, value in _METRIC.findall(text):
+        join = max if name == "kv_cache_usage_perc" else operator.add
         try:
-            sums[name] = sums.get(name, 0.0) + float(value)
+            sums[name] = join(sums.get(name, 0.0), float(value))
         except ValueError as error:
             raise Unavailable(f"the engine's figure {name} is {value[:20]!r}") from error
     try:
@@ -135,8 +140,8 @@ def load_of(text: str) -> Load:
 
 
 def tokens_made(text: str) -> float:
-    """All tokens generated so far; 0 if the engine doesn't say."""
-    return sum(float(value) for name, value in _METRIC.findall(text) if name == "generation_tokens")
+    """Tokens generated so far, by the copy of the model that has made the fewest; 0 if the engine doesn't say."""
+    return min((float(value) for name, value in _METRIC.findall(text) if name == "generation_tokens"), default=0.0)
 
 
 def check_report(reports: Sequence[Mapping[str, Any]], tensors: int) -> None:

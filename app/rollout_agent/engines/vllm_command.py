@@ -1,5 +1,5 @@
-"""The command line and environment of the engine's server, and over how many GPUs it spreads a model. Pure, but for a
-warning of GPUs that idle.
+"""The command line and environment of the engine's server, over how many GPUs it spreads a model, and how many
+copies of it there are. Pure, but for a warning of GPUs that idle.
 
 Invariant: the server is bound to loopback, answers nobody without the key, samples what it is asked for and nothing
 that the model's own generation_config would add, and reports the log-probs of the distribution that it sampled from. A
@@ -8,11 +8,13 @@ size that the model can't be split into is never asked of it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +38,8 @@ CPU_ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 other: two cores have nothing left for the server and us. What it fears for, the workers' threads, are set below."""
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 """What a config calls the widths of layers that are divided among GPUs."""
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts", "block_configs")
+"""What a config calls the number of experts, or where it may be."""
 MAX_LORAS = 4
 """Adapters in use at once: that of the newest version, and those under which long completions began."""
 
@@ -65,13 +69,16 @@ class Split:
     heads: int | None = None
     kv_heads: int | None = None
     widths: Sequence[int] = ()
+    experts: bool = False
+    """Copies of such a model would not be copies: vLLM shares the experts out among them."""
 
 
 def split_of(value: Callable[[str], Any]) -> Split:
     """From a config; `value` gives None for what it does not have."""
     heads, kv_heads = _sizes(value("num_attention_heads")), _sizes(value("num_key_value_heads"))
     widths = tuple(size for name in WIDTHS for size in _sizes(value(name)))
-    return Split(heads[0] if len(heads) == 1 else None, kv_heads[0] if len(kv_heads) == 1 else None, widths)
+    experts = any(value(name) for name in EXPERTS)
+    return Split(heads[0] if len(heads) == 1 else None, kv_heads[0] if len(kv_heads) == 1 else None, widths, experts)
 
 
 def _sizes(value: Any) -> list[int]:
@@ -117,11 +124,32 @@ def tensor_parallel(options: VllmOptions, split: Split) -> int:
     return asked
 
 
+def copies(options: VllmOptions, split: Split) -> int:
+    """How many copies of the model share the requests: as many as the GPUs have room for, but one of a model of
+    experts. Raises as `tensor_parallel`."""
+    if parallel_by_hand(options.extra_args):
+        return _copies_by_hand(options.extra_args)
+    return 1 if split.experts else max(1, options.gpus // tensor_parallel(options, split))
+
+
+def _copies_by_hand(arguments: Sequence[str]) -> int:
+    """vLLM itself refuses what is no number."""
+    found = 1
+    for argument, following in pairwise([*arguments, ""]):
+        name, _, value = argument.partition("=")
+        if name.replace("_", "-") in ("--data-parallel-size", "-dp"):
+            with contextlib.suppress(ValueError):
+                found = max(1, int(value or following))
+    return found
+
+
 def _warn_of_idle(options: VllmOptions, split: Split, used: int) -> None:
     if options.device != "cuda" or used >= options.gpus or parallel_by_hand(options.extra_args):
         return
     asked = options.tensor_parallel is not None
     why = "ECHO2_VLLM_TENSOR_PARALLEL says so" if asked else misfit(split, options.gpus)
+    if split.experts:
+        why += ", and there are no two copies of a model of experts"
     log.warning("%d of this machine's %d GPUs are used, the others idle: %s", used, options.gpus, why)
 
 
@@ -139,9 +167,11 @@ def command(options: VllmOptions, model: Path, port: int, blueprint: Blueprint) 
     ]
     arguments += ["--logprobs-mode", "processed_logprobs"]
     arguments += ["--scheduling-policy", "priority", "--max-num-seqs", str(options.max_sequences)]
-    workers = tensor_parallel(options, blueprint.split)
-    _warn_of_idle(options, blueprint.split, workers)
+    workers, replicas = tensor_parallel(options, blueprint.split), copies(options, blueprint.split)
+    _warn_of_idle(options, blueprint.split, workers * replicas)
     arguments += ["--tensor-parallel-size", str(workers)]
+    if replicas > 1 and not parallel_by_hand(options.extra_args):
+        arguments += ["--data-parallel-size", str(replicas)]
     arguments += ["--worker-extension-cls", "echo2_engine_worker.Extension"]
     arguments += ["--max-model-len", "auto" if options.max_model_len is None else str(options.max_model_len)]
     if options.device == "cpu":

@@ -27,6 +27,7 @@ CHECK_S = 300.0
 """Every worker hashes its part of the model, on one core."""
 REQUEST_S = 4 * 3600.0
 """The longest completion. A dead server ends the connection long before."""
+COPY_HEADER = "X-data-parallel-rank"
 URGENT = -1
 """Priority of our own probes: before all that waits."""
 
@@ -71,9 +72,11 @@ class EngineHttp:
         salt: str,
         model: str = BASE_NAME,
         priority: int = 0,
+        copy: int | None = None,
         timeout_s: float = REQUEST_S,
     ) -> dict[str, Any]:
-        """Token ids in, token ids out."""
+        """Token ids in, token ids out. `copy`: the one of the model's copies that is asked; else that with least to
+        do."""
         body = {
             "request_id": request_id,
             "model": model,
@@ -82,7 +85,8 @@ class EngineHttp:
             "cache_salt": salt,
             "priority": priority,
         }
-        return await self._json("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
+        headers = {} if copy is None else {COPY_HEADER: str(copy)}
+        return await self._json("POST", "/inference/v1/generate", body, headers=headers, timeout_s=timeout_s)
 
     async def pause(self, mode: Literal["keep", "abort"]) -> None:
         """Stop the scheduler and forget every cached key and value; what runs is kept, or comes back as it is."""
@@ -127,8 +131,16 @@ class EngineHttp:
         """Prometheus text."""
         return (await self._call("GET", "/metrics")).text
 
-    async def _json(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> dict[str, Any]:
-        answer = await self._call(method, path, body, timeout_s=timeout_s)
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = CONTROL_S,
+    ) -> dict[str, Any]:
+        answer = await self._call(method, path, body, headers=headers, timeout_s=timeout_s)
         try:
             found = answer.json()
         except ValueError as error:
@@ -144,13 +156,14 @@ class EngineHttp:
         body: Any = None,
         *,
         params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float = CONTROL_S,
     ) -> httpx.Response:
         if self._http.is_closed:
             raise Unavailable("the engine was ended")
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_S, pool=CONNECT_S)
         try:
-            answer = await self._http.request(method, path, json=body, params=params, timeout=timeout)
+            answer = await self._http.request(method, path, json=body, params=params, headers=headers, timeout=timeout)
         except httpx.HTTPError as error:
             raise Unavailable(f"the engine does not answer {path}: {type(error).__name__} {error}"[:300]) from error
         if answer.status_code == 200:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from app.protocol.errors import BadInput, Unavailable
-from app.rollout_agent.engines.base import EngineDied
+from app.rollout_agent.engines.base import EngineDied, Tainted
 from app.rollout_agent.engines.blueprint import Blueprint
+from app.rollout_agent.engines.vllm_answers import PROBE_TOLERANCE, scoring_params
 from app.rollout_agent.engines.vllm_answers import prompt_logprobs as logprobs_of
-from app.rollout_agent.engines.vllm_answers import scoring_params
-from app.rollout_agent.engines.vllm_command import BASE_NAME, VllmOptions, command, environment
+from app.rollout_agent.engines.vllm_command import BASE_NAME, VllmOptions, command, copies, environment
 from app.rollout_agent.engines.vllm_features import CHECKSUM_ROUTE, missing_routes
 from app.rollout_agent.engines.vllm_http import URGENT, EngineHttp
 from app.rollout_agent.engines.vllm_process import EngineProcess, free_port
@@ -40,9 +40,10 @@ STOP_S = 60.0
 class Life:
     """A server that runs, and its requests. Made by `begin`."""
 
-    def __init__(self, process: EngineProcess, http: EngineHttp) -> None:
+    def __init__(self, process: EngineProcess, http: EngineHttp, copies: int = 1) -> None:
         self.process = process
         self.http = http
+        self._copies = copies
         self.settled = asyncio.Event()
         self.settled.set()
         self.bad: int | None = None
@@ -61,7 +62,7 @@ class Life:
         arguments = command(options, model, port, blueprint)
         log_path = options.work_dir / "engine.log"
         process = await EngineProcess.start(arguments, environment(options, env, key), log_path)
-        life, good = cls(process, EngineHttp(port, key)), False
+        life, good = cls(process, EngineHttp(port, key), copies(options, blueprint.split)), False
         try:
             async with asyncio.timeout(options.start_timeout_s):
                 await life._come_up(blueprint)
@@ -92,7 +93,17 @@ class Life:
     async def score(
         self, token_ids: Sequence[int], *, salt: str, model: str = BASE_NAME, timeout_s: float = 600.0
     ) -> list[float]:
-        """Log-prob of each token but the first, ahead of all that waits. Raises BadInput, Unavailable."""
+        """Log-prob of each token but the first, ahead of all that waits, as the model's first copy has it once all of
+        them have answered. Raises BadInput, Unavailable, Tainted if they are not of one mind."""
+        asked = [self._score(token_ids, salt, model, timeout_s, copy) for copy in range(self._copies)]
+        first, *others = await asyncio.gather(*asked)
+        for copy, found in enumerate(others, 1):
+            off = sum(abs(a - b) for a, b in zip(found, first, strict=True)) / max(1, len(first))
+            if not off <= PROBE_TOLERANCE:
+                raise Tainted(f"copies 0 and {copy} of the engine's model are {off:.3f} nats apart")
+        return first
+
+    async def _score(self, token_ids: Sequence[int], salt: str, model: str, timeout_s: float, copy: int) -> list[float]:
         answer = await self.http.generate(
             token_ids,
             scoring_params(),
@@ -100,6 +111,7 @@ class Life:
             salt=salt,
             model=model,
             priority=URGENT,
+            copy=copy if self._copies > 1 else None,
             timeout_s=timeout_s,
         )
         return logprobs_of(answer, token_ids)

@@ -11,6 +11,7 @@ from datetime import datetime
 
 import pytest
 
+from app.storage.models import Lease
 from providers.base import (
     Billing,
     EndpointDeprecated,
@@ -149,6 +150,26 @@ async def test_a_release_is_sent_for_as_long_as_it_takes_and_somebody_is_told(
     assert "console" in told.message
     assert "instance 1" in told.message
     assert lease.spent_gpu == int(provider.cost()["gpu"])
+
+
+async def test_a_release_that_was_refused_for_days_keeps_no_other_from_being_sent(
+    control: World, provider: FakeProvider
+) -> None:
+    job_id = await control.create()
+    learner, _ = await control.running(job_id, nodes=2)
+    provider.release_failures = 2
+    await control.http.post(f"/v1/jobs/{job_id}/cancel")
+    await learner.done("finished")
+    await control.round(10)
+    await control.round(10)
+    first, second = await control.leases()
+    assert [x.state for x in (first, second)] == ["releasing", "releasing"]
+    async with control.svc.core.db.write() as session:
+        (await session.get_one(Lease, first.id)).release_attempts = 5000
+    await control.round(60)
+    await control.round(10)
+    assert provider.live() == []
+    assert [x.state for x in await control.leases()] == ["released", "released"]
 
 
 @dataclass

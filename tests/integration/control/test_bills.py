@@ -123,6 +123,22 @@ async def test_bill_is_read_each_hour_and_not_each_round(control: World, provide
     assert provider.bills_read == 1
 
 
+async def test_a_bill_that_can_t_be_read_is_asked_for_again_after_a_while_and_not_each_round(
+    control: World, provider: FakeProvider
+) -> None:
+    job_id = await control.create()
+    learner, nodes = await control.running(job_id)
+    provider.bill_error = Transient("502")
+    await ended(control, job_id, learner, nodes)
+    before = provider.bills_read
+    await control.rounds(60, 10)
+    assert provider.bills_read == before + 2, "each five minutes, though a lease has ended"
+    provider.bill_factor, provider.bill_error = 1.0, None
+    await control.rounds(31, 10)
+    (row,) = (await control.get(f"/v1/jobs/{job_id}/cost"))["leases"]
+    assert row["provider_bill_final"] is True
+
+
 async def test_ledger_in_pages_and_as_a_file(control: World, provider: FakeProvider) -> None:
     jobs = [await control.create(), await control.create()]
     for job_id in jobs:

@@ -211,3 +211,39 @@ async def test_a_service_that_lost_its_claim_rents_nothing_and_says_so(
     await control.round()
     assert provider.creates.total() == 1
     assert (await control.http.get("/readyz")).status_code == 200
+
+
+@POSTGRESQL
+async def test_a_price_that_is_told_to_a_service_that_lost_its_claim_rents_nothing(
+    control: World, provider: FakeProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It decides at once, and not in a round."""
+    await control.svc.core.db.claim()
+    job_id = await control.create()
+    _, (node,) = await control.running(job_id)
+    await node.leave()
+    await cut(control.database_url)
+    other = Database(control.database_url)
+    await other.claim(patience_s=1)
+    before = provider.creates.total()
+    await control.svc.controller.decide(job_id, "a spot price")
+    await control.svc.controller.leases.drain_tasks()
+    assert provider.creates.total() == before
+    assert f"nothing is decided for {job_id}: another control service uses this database" in caplog.text
+    await other.close()
+    await control.svc.controller.decide(job_id, "a spot price")
+    await control.svc.controller.leases.drain_tasks()
+    assert provider.creates.total() == before + 1
+
+
+@POSTGRESQL
+async def test_two_that_look_at_a_lost_claim_at_a_time_do_not_keep_it_from_each_other(database_url: str) -> None:
+    mine, other = Database(database_url), Database(database_url)
+    await mine.claim()
+    await cut(database_url)
+    await asyncio.gather(*(mine.keep_claim() for _ in range(4)))
+    with pytest.raises(Unavailable):
+        await other.claim(patience_s=0.1)
+    await mine.close()
+    await other.claim(patience_s=1)
+    await other.close()

@@ -369,3 +369,26 @@ async def test_what_was_consumed_to_make_up_for_groups_without_a_signal_is_let_o
         got = [i for _ in range(8) for i in (await node.work(1))[0]][:6]
         await _step(control, learner, node, await _of_size(control, got, 2))
     assert await _let_out(node) == 2 * 6, "every one of the last steps consumed six groups, though small ones"
+
+
+@pytest.mark.parametrize("vanishes", [False, True])
+async def test_what_a_killed_node_had_under_way_is_reckoned_as_of_no_use(control: World, vanishes: bool) -> None:
+    job_id = await control.create()
+    learner, (dead, other) = await control.running(job_id, nodes=2)
+    items, _ = await dead.work(2)
+    async with control.svc.core.db.write() as session:
+        await session.execute(update(Job).where(Job.id == job_id).values(length_mean=10.0))
+        # Its groups have more time than it is given to be heard of again.
+        await session.execute(update(Row).where(Row.status == "leased").values(deadline_at=control.clock() + 1000))
+    if vanishes:
+        lease = (await control.node_row(dead.id)).lease_id
+        instance = next(x.instance_id for x in await control.leases() if x.id == lease)
+        control.provider.vanish(instance)
+    for _ in range(8):
+        control.clock.advance(10)
+        await other.beat()
+        await learner.beat()
+        await control.round()
+    assert (await control.node_row(dead.id)).state in ("lost", "gone")
+    totals = (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]
+    assert totals["tokens_wasted"] == {"node_lost": len(items) * GROUP * 10 // 2}

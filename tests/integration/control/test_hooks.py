@@ -108,6 +108,8 @@ UNTRUSTED: list[tuple[dict[str, Any], int]] = [
     ({"body": b"not json"}, 422),
     ({"price": "-1"}, 422),
     ({"price": "0"}, 422),
+    ({"price": "0.0000001"}, 422),
+    ({"price": "NaN"}, 422),
     ({"colour": "red"}, 422),
     ({"body": b"x" * (256 * 1024 + 1)}, 413),
 ]
@@ -134,8 +136,28 @@ async def test_message_without_signature_or_for_a_stranger_is_refused(control: W
     ).encode()
     answer = await tell(control, body=body)
     assert answer.status_code == 422
-    assert answer.json()["errors"][0]["pointer"] == "/provider"
+    assert answer.json()["errors"] == [{"pointer": "/provider", "detail": "must be one of marketplace"}]
     assert await prices(control) == 0
+
+
+async def test_what_is_wrong_with_a_message_is_pointed_at(control: World) -> None:
+    answer = await tell(control, "0", machine_id={"id": 1}, colour="red")
+    assert answer.status_code == 422
+    pointers = {e["pointer"] for e in answer.json()["errors"]}
+    assert pointers == {"/price_per_hour", "/selector/machine_id", "/selector/colour"}
+    answer = await tell(control, body=b'{"provider": ')
+    assert [e["pointer"] for e in answer.json()["errors"]] == [""]
+    assert await prices(control) == 0
+
+
+async def test_a_price_from_far_ahead_is_refused(control: World) -> None:
+    async def at(seconds: float) -> int:
+        when = datetime.fromtimestamp(control.clock() + seconds, UTC).isoformat()
+        hook = {"provider": "marketplace", "selector": {}, "price_per_hour": "1", "effective_at": when}
+        return (await tell(control, message_id=f"msg_{seconds}", body=json.dumps(hook).encode())).status_code
+
+    assert await at(86_401) == 422
+    assert await at(86_399) == 202
 
 
 async def test_a_burst_of_prices_is_answered_by_few_decisions_and_none_is_lost(

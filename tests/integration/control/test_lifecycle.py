@@ -259,3 +259,21 @@ async def test_a_standstill_is_told_once_a_step_and_counts_from_whatever_moved_l
 )
 def test_standstill_is_measured_in_steps(still: float, t_train: float | None, verdict: str) -> None:
     assert judge(still, t_train) == verdict
+
+
+@pytest.mark.parametrize("status", ["failed", "succeeded"])
+async def test_nothing_is_rented_between_the_learner_s_last_word_and_the_next_round(
+    control: World, provider: FakeProvider, status: str
+) -> None:
+    """A price that is told at that moment makes a decision of its own."""
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    await node.leave()
+    await learner.done(status, "that is it")
+    before = provider.creates.total()
+    await control.svc.controller.decide(job_id, "a spot price")
+    await control.svc.controller.leases.drain_tasks()
+    assert provider.creates.total() == before
+    await control.rounds(3)
+    assert (await control.job(job_id))["status"] == status
+    assert provider.creates.total() == before

@@ -12,9 +12,9 @@ import pytest
 from app.fleet import money
 from app.protocol.base import micros
 from app.storage.models import Lease, LedgerEntry
-from providers.base import Caps, Transient
+from providers.base import AuthError, Caps, Transient
 from tests.integration.control.conftest import BOTH
-from tests.integration.control.fake_provider import FakeProvider, Outcome, machines_of
+from tests.integration.control.fake_provider import FakeProvider, Machine, Outcome, machines_of
 from tests.integration.control.rig import FakeClock, Learner, Node_, World, machines, world
 
 DISK_MICROS_H = 10 * 10_000
@@ -96,6 +96,7 @@ async def test_interrupted_machine_is_not_billed_for_its_gpu_while_it_stands(
 
 
 async def test_tiny_budget_fails_the_job_without_renting(control: World, provider: FakeProvider) -> None:
+    provider.machines.insert(0, Machine("big", 8_000_000, gpu_name="H100 SXM"))
     job_id = await control.create(budget_usd="0.01")
     learner = await control.ready_learner(job_id)
     for _ in range(3):
@@ -106,7 +107,7 @@ async def test_tiny_budget_fails_the_job_without_renting(control: World, provide
     await control.rounds(4, 10)
     job = await control.job(job_id)
     assert job["status"] == "failed"
-    assert "the budget can't pay a node" in job["status_reason"]
+    assert job["status_reason"].startswith("the budget can't pay a node: $0.010000 is left, and RTX 4090 needs $0.02")
     assert provider.creates.total() == 0
     assert job["cost"]["spent_usd"] == "0.000000"
 
@@ -126,6 +127,34 @@ async def test_a_budget_that_pays_for_one_machine_rents_one_and_says_so_once(
     await control.http.patch(f"/v1/jobs/{job_id}", json={"budget_usd": "5"})
     await control.rounds(3, 10, learner)
     assert provider.live_machines() == ["m1", "m2"]
+
+
+async def test_a_budget_that_can_t_pay_the_best_machine_pays_another(control: World, provider: FakeProvider) -> None:
+    provider.machines = [Machine("big", 8_000_000, gpu_name="H100 SXM"), *machines_of(small=0.2, other=0.3)]
+    job_id = await control.create(budget_usd="0.10", fleet={"max_nodes": 1})
+    learner = await control.ready_learner(job_id, nodes=3)
+    await control.round(1)
+    assert provider.live_machines() == ["small"], "the big one alone does what is needed, and can't be paid"
+    await control.rounds(3, 10, learner)
+    assert provider.live_machines() == ["small"]
+    assert (await control.job(job_id))["status"] == "provisioning"
+
+
+async def test_a_job_that_can_t_pay_what_an_account_lets_it_have_waits_for_what_it_could_pay(
+    tmp_path: Path, database_url: str, clock: FakeClock, provider: FakeProvider
+) -> None:
+    provider.machines = [Machine("big", 8_000_000, gpu_name="H100 SXM")]
+    other = FakeProvider(clock, machines_of(small=0.2), name="second", credit=AuthError("bad key"))
+    async with world(tmp_path / "state", database_url, provider, others=[other]) as control:
+        job_id = await control.create(budget_usd="0.10", fleet={"max_nodes": 1})
+        learner = await control.ready_learner(job_id, nodes=3)
+        await control.rounds(3, 10, learner)
+        assert (await control.job(job_id))["status"] == "provisioning"
+        assert (await control.kinds(job_id)).count("budget_holds") == 1
+        other.credit = 10**9
+        await control.rounds(3, 10, learner)
+        assert other.live_machines() == ["small"]
+        assert provider.creates.total() == 0
 
 
 async def test_a_job_that_has_trained_and_can_t_pay_another_machine_has_used_its_budget_up(

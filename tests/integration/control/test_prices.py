@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from app.storage.models import Event, Lease
+from providers.base import Billing, Caps, Transient
 from tests.integration.control.fake_provider import FakeProvider, machines_of
-from tests.integration.control.rig import World
+from tests.integration.control.rig import FakeClock, World, world
 from tests.integration.control.test_hooks import tell
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
@@ -141,6 +145,40 @@ async def test_without_a_successor_it_is_drained_right_before_its_end(control: W
     assert (await control.node_row(node.id)).drain
     assert control.clock() < end
     assert len(await told(control, job_id, "lease_endangered")) == 1
+
+
+async def test_a_successor_that_does_not_work_in_time_keeps_nobody_from_draining(
+    control: World, provider: FakeProvider
+) -> None:
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    end = control.clock() + 770
+    provider.rented["1"].ends_at = end
+    await control.rounds(14, 50, node, learner)
+    assert len(provider.live_machines()) == 2, "its successor boots, and boots"
+    assert not (await control.node_row(node.id)).drain
+    await control.rounds(2, 10, node, learner)
+    assert (await control.node_row(node.id)).drain
+    assert control.clock() < end
+    assert (await control.job(job_id))["status"] == "provisioning"
+
+
+async def test_a_leaving_machine_that_is_billed_above_the_users_cap_goes_at_once(
+    control: World, provider: FakeProvider
+) -> None:
+    job_id = await control.create(fleet={"max_price_per_hour": "0.35"})
+    learner, (node,) = await control.running(job_id)
+    provider.wish("1", 0.36)
+    await control.rounds(2, 10, node, learner)
+    assert provider.live_machines() == ["m1", "m2"], "it stays until the other works"
+    lease = await lease_of(control, "m1")
+    async with control.svc.core.db.write() as session:
+        # What was agreed to by hand, in the provider's console.
+        (await session.get_one(Lease, lease.id)).agreed_micros_h = 360_000
+    provider.rented["1"].rate_micros_h = 360_000
+    await control.rounds(1, 10, node, learner)
+    assert (await control.node_row(node.id)).drain
+    assert "above max_price_per_hour" in (await control.node_row(node.id)).reason
 
 
 async def test_a_price_increase_that_is_worth_it_is_accepted(control: World, provider: FakeProvider) -> None:
@@ -275,8 +313,9 @@ async def test_a_bid_is_not_raised_beyond_what_the_budget_can_still_pay(control:
     assert float(view["committed_usd"]) <= 0.06
 
 
+@pytest.mark.parametrize(("budget", "caps"), [("0.15", {}), ("50", {"max_usd_total": "0.15"})], ids=["job", "all"])
 async def test_bids_that_are_under_way_count_when_the_next_one_is_to_be_raised(
-    control: World, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+    open_world: OpenWorld, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch, budget: str, caps: dict[str, str]
 ) -> None:
     """A provider takes its calls seconds apart: what was sent is promised, though nothing bills it yet."""
     provider.machines = machines_of(m1=0.2, m2=0.2, m3=9.0)
@@ -290,15 +329,127 @@ async def test_bids_that_are_under_way_count_when_the_next_one_is_to_be_raised(
         await landed.wait()
 
     monkeypatch.setattr(provider, "set_bid", slow)
-    job_id = await control.create(budget_usd="0.15", fleet={"interruptible": True})
-    learner, nodes = await control.running(job_id, nodes=2)
-    assert sorted(provider.live_machines()) == ["m1", "m2"]
-    for machine in provider.machines[:2]:
-        machine.price_micros_h = 1_000_000
-    for _ in range(3):
-        control.clock.advance(10)
-        for player in (learner, *nodes):
-            await player.beat()
-        await control.svc.loop.round()
-    assert asked == [1_150_000], "the budget can pay for one of them"
-    landed.set()
+    async with open_world(**caps) as control:
+        job_id = await control.create(budget_usd=budget, fleet={"interruptible": True})
+        learner, nodes = await control.running(job_id, nodes=2)
+        assert sorted(provider.live_machines()) == ["m1", "m2"]
+        for machine in provider.machines[:2]:
+            machine.price_micros_h = 1_000_000
+        for _ in range(3):
+            control.clock.advance(10)
+            await learner.beat()
+            for node in nodes:
+                await node.beat()
+            await control.svc.loop.round()
+        assert asked == [1_150_000], "what may be paid is enough for one of them"
+        landed.set()
+
+
+async def test_a_bid_that_is_not_taken_is_sent_again_and_told_once_it_is(
+    open_world: OpenWorld, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def refuse(instance_id: str, bid_micros_h: int) -> None:
+        asked.append(bid_micros_h)
+        raise Transient("503")
+
+    async with open_world(reconcile_seconds=1) as control:
+        job_id = await bidding(control, provider)
+        provider.machines[0].price_micros_h = 225_000
+        with monkeypatch.context() as away:
+            away.setattr(provider, "set_bid", refuse)
+            for _ in range(5):
+                await control.round(2)
+        assert len(asked) >= 3
+        assert set(asked) == {258_750}
+        assert await told(control, job_id, "bid_raised") == [], "what did not happen is not told"
+        assert (await lease_of(control, "m1")).rate_micros_h == 230_000
+        await control.round(2)
+        await control.round(2)
+        assert provider.bids == [("1", 258_750)]
+        assert len(await told(control, job_id, "bid_raised")) == 1
+
+
+async def test_a_bid_of_a_machine_without_a_number_waits_until_it_has_one(
+    control: World, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Providers' numbers are whole: to ask for the one of "" is an error that nobody sends again."""
+    provider.spot = True
+    provider.outcomes = deque(["unknown_created"])
+    provider.listing_lag_s = 25
+    take, asked = provider.set_bid, []
+
+    async def strict(instance_id: str, bid_micros_h: int) -> None:
+        asked.append(int(instance_id))
+        await take(instance_id, bid_micros_h)
+
+    monkeypatch.setattr(provider, "set_bid", strict)
+    job_id = await control.create(fleet={"interruptible": True})
+    await control.ready_learner(job_id)
+    await control.round()
+    assert (await lease_of(control, "m1")).state == "unknown"
+    assert (await tell(control, "0.25", machine_id="m1")).status_code == 202
+    await control.svc.controller.leases.drain_tasks()
+    await control.round(10)
+    assert asked == []
+    await control.round(20)
+    await control.round(1)
+    assert provider.bids == [("1", 287_500)]
+    assert len(await told(control, job_id, "bid_raised")) == 1
+
+
+async def test_a_bid_that_fails_late_does_not_make_a_newer_one_forgotten(
+    open_world: OpenWorld, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    first, second = asyncio.Event(), asyncio.Event()
+
+    async def slow(instance_id: str, bid_micros_h: int) -> None:
+        asked.append(bid_micros_h)
+        if len(asked) == 1:
+            await first.wait()
+            raise Transient("503")
+        await second.wait()
+
+    async def rounds(count: int) -> None:
+        for _ in range(count):
+            control.clock.advance(2)
+            await control.svc.loop.round()
+
+    async with open_world(reconcile_seconds=1) as control:
+        await bidding(control, provider)
+        monkeypatch.setattr(provider, "set_bid", slow)
+        for floor in (225_000, 240_000):
+            provider.machines[0].price_micros_h = floor
+            await rounds(2)
+        assert asked == [258_750, 276_000]
+        first.set()
+        await rounds(3)
+        assert asked == [258_750, 276_000], "the newer one is under way"
+        second.set()
+
+
+class Listed(FakeProvider):
+    """Rents at the market's price in force."""
+
+    @property
+    def caps(self) -> Caps:
+        """As a cloud's spot machines."""
+        return replace(super().caps, change_bid=False, spot_billing=Billing.SPOT_MARKET)
+
+
+@pytest.mark.parametrize(("interruptible", "shown"), [(True, "0.150000"), (False, "0.600000")])
+async def test_a_market_price_that_was_told_counts_until_offers_are_read_anew(
+    tmp_path: Path, database_url: str, clock: FakeClock, interruptible: bool, shown: str
+) -> None:
+    listed = Listed(clock, machines_of(m1=0.2, m2=0.3), spot=True)
+    async with world(tmp_path / "state", database_url, listed) as control:
+        job_id = await control.create(fleet={"interruptible": interruptible})
+        await control.running(job_id)
+        clock.advance(0.5)
+        assert (await tell(control, "0.15", machine_id="m2")).status_code == 202
+        await control.svc.controller.leases.drain_tasks()
+        offers = (await control.get("/v1/offers", job_id=job_id))["items"]
+        assert next(o for o in offers if o["machine_id"] == "m2")["price_per_hour"] == shown
+        assert listed.bids == []

@@ -17,7 +17,7 @@ from app.protocol.node import NodeState
 from app.protocol.partial import encode_partial
 from app.protocol.trajectory import encode
 from app.protocol.work import WorkItem
-from app.storage.models import AuditRow, Cooldown
+from app.storage.models import AuditRow, Cooldown, Job
 from app.storage.models import WorkItem as WorkItemRow
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.fake_provider import FakeProvider
@@ -98,6 +98,11 @@ async def test_a_failed_audit_takes_the_node_out_and_gives_its_untrained_work_to
     assert row.rollouts_accepted == before[1].rollouts_accepted - 2 * GROUP
     totals = (await control.get(f"/v1/jobs/{job_id}/fleet"))["totals"]
     assert totals["rollouts_accepted"] == accepted - 2 * GROUP, "they are not counted twice once others did them"
+    async with control.svc.core.db.read() as session:
+        mean = await session.scalar(select(Job.length_mean))
+    assert mean
+    # What was leased to it the node may still count itself.
+    assert totals["tokens_wasted"] == {"quarantined": round(2 * GROUP * mean)}
     lease = next(x for x in await control.leases() if x.id == row.lease_id)
     assert (lease.state, lease.reason) == ("releasing", row.reason)
     (event,) = [e for e in await control.events(job_id) if e.kind == "node_quarantined"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from app.demo.stage import free_port
 from app.settings import SettingsError, load_settings
 
 
@@ -56,6 +59,28 @@ def test_a_database_that_does_not_answer_is_named_by_its_setting(tmp_path: Path)
     assert said.startswith("unavailable: ECHO2_DATABASE_URL")
     assert "hunter2" not in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_a_database_that_can_not_be_opened_is_named_by_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file.db").write_text("this is a letter to my mother, and no database at all" * 100)
+    for url in (f"sqlite:///{tmp_path}", f"sqlite:///{tmp_path / 'file.db'}"):
+        status, said = echo2(tmp_path, "serve", ECHO2_DATABASE_URL=url)
+        assert status == 1
+        assert said.startswith("unavailable: ECHO2_DATABASE_URL: the database can't be used: ")
+        assert len(said.strip().splitlines()) == 1
+
+
+def test_a_start_that_fails_late_has_failed(tmp_path: Path) -> None:
+    """Such as that of an older version on the database of a newer one."""
+    with closing(sqlite3.connect(tmp_path / "newer.db")) as database:
+        database.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
+        database.execute("INSERT INTO alembic_version VALUES ('feedbeef')")
+        database.commit()
+    settings = {"ECHO2_DATABASE_URL": f"sqlite:///{tmp_path / 'newer.db'}", "ECHO2_PORT": str(free_port())}
+    status, said = echo2(tmp_path, "serve", ECHO2_PROVIDERS="vastai", ECHO2_VASTAI_API_KEY="key", **settings)
+    assert status == 1
+    assert "feedbeef" in said
+    assert said.strip().splitlines()[-1] == "unavailable: the service did not start; the lines above say why"
 
 
 def test_a_state_folder_that_cannot_be_made_is_named_by_its_setting(tmp_path: Path) -> None:

@@ -567,3 +567,17 @@ def test_seeded_values_are_what_they_are() -> None:
 
     assert [prompt_at(0, i, 5) for i in range(5)] == list(np.random.default_rng([0, 0]).permutation(5))
     assert len({item_seed(0, i) for i in range(100)}) == 100
+
+
+@BOTH
+async def test_a_zero_byte_in_what_is_said_is_no_fault_of_ours(control: World) -> None:
+    _, (node,) = await control.running(await control.create())
+    report = {"kind": "task_error", "subject": "w\0", "detail": "not \0 printable\nin two lines"}
+    answer = await node.post("reports", report)
+    if control.database_url.startswith("postgresql"):
+        assert answer.status_code == 422
+        assert "zero byte" in answer.json()["detail"]
+    else:
+        assert answer.status_code == 204
+    assert (await node.post("reports", {**report, "subject": "w", "detail": "in two\nlines"})).status_code == 204
+    assert all(e.message.isprintable() for e in await control.events(None))

@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from app.learner.buffer import Group
 from app.learner.lora import add_adapter
 from app.learner.packing import check_packing
 from app.learner.parallel.follow import serve
 from app.learner.parallel.launch import launch, leave
+from app.learner.parallel.messages import Sampling
 from app.learner.parallel.ranks import ALONE, Ranks
 from app.learner.parallel.ranks import Group as RankGroup
+from app.learner.parallel.shards import blocks
 from app.learner.trainer import GRPOTrainer, TrainerState
 from app.protocol.errors import LearnerError
 from tests.unit.learner.samples import batch, group, job, random_model
@@ -60,6 +63,13 @@ def trainer_for(case: Case, ranks: Ranks) -> GRPOTrainer:
     return trainer
 
 
+def pass_of_all(trainer: GRPOTrainer) -> int:
+    """A forward pass alone; how many tensors of the layers are whole after it. Collective."""
+    with torch.no_grad():
+        trainer.model(input_ids=torch.tensor([[3, 1, 4]]))
+    return sum(not isinstance(p, DTensor) for layer in blocks(trainer.model) for p in layer.parameters())
+
+
 def play(case: Case, ranks: Ranks, out: Path) -> None:
     """Rank 0: make the steps and write state, values and failure into a folder."""
     trainer, failure, values = trainer_for(case, ranks), "", []
@@ -80,6 +90,8 @@ def play(case: Case, ranks: Ranks, out: Path) -> None:
         values = [trainer.step(made[i]).values for i in case.steps]
     except LearnerError as error:
         failure = error.detail
+    ranks.announce("sample", Sampling(prompts=[], max_tokens=1).model_dump_json().encode())
+    whole = pass_of_all(trainer)
     state = trainer.state()
     # A version that comes without a checkpoint.
     published = trainer.snapshot(optimizer=False).weights
@@ -90,7 +102,7 @@ def play(case: Case, ranks: Ranks, out: Path) -> None:
     save_file(dict(state.weights), out / "weights.safetensors")
     save_file(dict(state.optimizer), out / "optimizer.safetensors")
     told = {"steps": state.steps, "values": values, "prior": prior, "failure": failure}
-    told["skipped"] = state.skipped
+    told |= {"skipped": state.skipped, "whole": whole}
     (out / "told.json").write_text(json.dumps(told))
 
 
@@ -100,7 +112,8 @@ def main(out: Path, cases: dict[str, Case]) -> None:
     ranks = launch(60.0)
     for name, case in cases.items():
         if isinstance(ranks, RankGroup) and ranks.rank != 0:
-            serve(ranks, trainer_for(case, ranks), lambda prompts, most: None)
+            trainer = trainer_for(case, ranks)
+            serve(ranks, trainer, lambda prompts, most, trainer=trainer: pass_of_all(trainer))
         else:
             play(case, ranks, out / name)
     leave(ranks)

@@ -44,7 +44,6 @@ SPEC = JobSpec.model_validate(
         "trust": {"audit_share": 0, "probation": 0, "each_version": False},
         "learner": {
             "learning_rate": 6e-4,
-            "loss": "ppo_clip",
             "refill": False,
             "eval_every": 1000,
             "eval_prompts": 4,

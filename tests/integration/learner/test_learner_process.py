@@ -16,12 +16,15 @@ import pytest
 import torch
 
 from app.learner.config import LearnerSettings
+from app.learner.evaluate import Evaluator
 from app.learner.process import run
 from app.learner.tiny import tiny_model
+from app.protocol.errors import TaskFailed
 from app.protocol.job import JobSpec
 from app.snapshots.manifest import Probe
 from app.storage.stores import FolderStore
 from tests.integration.learner.fake_control import JOB, TOKEN, FakeService, serving
+from tests.unit.learner.test_boards import Wandb, shown
 
 CACHE = Path(__file__).parents[3] / ".echo2" / "test-cache"
 
@@ -173,6 +176,58 @@ def test_a_job_whose_rewards_the_learner_computes(tmp_path: Path, rewards: str):
     # With `learner` nodes hand in 0; the model gets about one answer in five right.
     assert 0 < sum(s["reward"] for s in service.steps.values()) < 2
     assert all(s["dropped"] == [] for s in service.steps.values())
+
+
+def test_what_was_trained_is_saved_although_its_last_evaluation_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    evaluate, asked = Evaluator.run, []
+
+    def fails(self: Evaluator) -> float:
+        asked.append(self)
+        if len(asked) > 1:
+            raise TaskFailed("not one answer could be scored")
+        return evaluate(self)
+
+    monkeypatch.setattr(Evaluator, "run", fails)
+    service = service_for(tmp_path, spec(stop={"steps": 2}, learner={"eval_by": "fleet"}))
+    with serving(service) as url:
+        assert run(settings(tmp_path, url)) == 1
+    assert service.done is not None
+    assert service.done["status"] == "failed"
+    assert service.done["reason"].startswith("not one answer could be scored; the model is saved all the same")
+    for kept in ("final/model.safetensors", "final/tokenizer.json", "checkpoints/2/COMMIT"):
+        assert service.store.head(f"jobs/{JOB}/{kept}") is not None, kept
+
+
+def test_every_step_and_evaluation_goes_to_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    service = service_for(tmp_path, spec(stop={"steps": 2}, learner={"tensorboard": True, "wandb": True}))
+    with serving(service) as url:
+        assert run(settings(tmp_path, url)) == 0
+    folder = tmp_path / "learners" / JOB
+    curves = shown(folder / "tensorboard")
+    assert [step for step, _ in curves["train/loss"]] == [1, 2]
+    assert [step for step, _ in curves["eval/reward"]] == [0, 2]
+    assert (package.given["id"], package.given["dir"]) == (JOB, str(folder / "wandb"))
+    assert [row["step"] for row in package.rows if "train/loss" in row] == [1, 2]
+    assert package.finished
+
+
+@pytest.mark.parametrize(
+    ("board", "package", "says"),
+    [("tensorboard", "torch.utils.tensorboard", "echo2[tensorboard]"), ("wandb", "wandb", "pip install wandb")],
+)
+def test_a_board_without_its_package_fails_before_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, board: str, package: str, says: str
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    service = service_for(tmp_path, spec(learner={board: True}))
+    with serving(service) as url:
+        assert run(settings(tmp_path, url)) == 1
+    assert service.ready == []
+    assert service.done is not None
+    assert service.done["status"] == "failed"
+    assert says in service.done["reason"]
 
 
 @pytest.mark.timeout(400)

@@ -15,7 +15,7 @@ import pytest
 
 from providers import base
 from providers.base import Billing, Offer, OfferQuery, Phase, RentSpec
-from providers.static import Machine, Static
+from providers.static import Machine, Static, ssh
 from providers.static.scripts import MARK
 
 from .conformance.harness import until
@@ -161,6 +161,37 @@ async def test_an_unreachable_machine_is_neither_gone_nor_free(rig: Rig) -> None
             await act
     rig.ssh.down("box1.test", False)
     assert [i.phase for i in (await rig.provider.list()).instances] == [Phase.RUNNING]
+
+
+async def test_a_list_that_asked_before_the_start_does_not_make_the_machine_free(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One slow machine holds the list up; what another said at its beginning is old by its end."""
+    checked, rented, run = asyncio.Event(), asyncio.Event(), ssh.run
+
+    async def ordered(machine: Machine, script: str, *args: Any, **kwargs: Any) -> str | ssh.Failed:
+        if "setsid" in script:
+            await checked.wait()
+            return await run(machine, script, *args, **kwargs)
+        if machine.name == "box2":
+            await rented.wait()
+        answer = await run(machine, script, *args, **kwargs)
+        if machine.name == "box1":
+            checked.set()
+        return answer
+
+    monkeypatch.setattr(ssh, "run", ordered)
+    offer = await rig.offer()
+    renting = asyncio.create_task(rig.provider.rent(offer, SPEC))
+    await asyncio.sleep(0)
+    listing = asyncio.create_task(rig.provider.list())
+    assert (await renting).outcome == "created"
+    rented.set()
+    assert (await listing).instances == ()
+    assert [o.offer_id for o in await rig.provider.search(QUERY)] == ["box2"]
+    assert len((await rig.provider.list()).instances) == 1
+    rig.ssh.down("box1.test")
+    assert [i.phase for i in (await rig.provider.list()).instances] == [Phase.UNKNOWN]
 
 
 async def test_a_machine_that_is_off_refuses_and_stays_free(rig: Rig) -> None:

@@ -178,17 +178,21 @@ async def test_finished_work_outlives_a_restart_of_the_control_service(tmp_path:
         assert not life.done()
 
 
-async def test_a_control_service_that_stays_away_ends_the_node(tmp_path: Path) -> None:
+async def test_a_control_service_that_stays_away_ends_the_node_and_its_machine(tmp_path: Path) -> None:
     async with (
         running(tmp_path) as (control, server),
-        agent_of(control, tmp_path / "node", orphan_timeout_s=1.0) as (_, life),
+        agent_of(control, tmp_path / "node", orphan_timeout_s=1.0) as (agent, life),
     ):
         await eventually(lambda: len(control.committed) >= 1, "work is committed")
         await server.stop()
+        await eventually(lambda: agent._ending is not None and agent._ending.done(), "the node gives up", 20)
+        # The marketplace was away with it, and is asked again.
+        await server.start()
         ending = await asyncio.wait_for(life, 20)
         assert ending.code == 1
         assert "unreachable" in ending.reason
-        await server.start()
+        assert control.destroyed == ["4711"]
+        assert control.leaves == []
 
 
 async def test_refused_work_is_counted_and_then_ends_the_node(tmp_path: Path) -> None:

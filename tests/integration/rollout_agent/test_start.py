@@ -21,6 +21,7 @@ from app.rollout_agent.config import AgentSettings, RelayAddress
 from app.rollout_agent.engines.base import Completion, GenRequest
 from app.rollout_agent.engines.transformers import TransformersEngine
 from app.rollout_agent.lifecycle import Ending
+from app.snapshots.manifest import ADAPTER_ASSET
 from tests.integration.rollout_agent.fake_control import JOIN_TOKEN, Control, eventually, running
 
 FACTS = MachineFacts(cpus=2, memory_bytes=2**33, disk_free_bytes=2**33)
@@ -164,3 +165,15 @@ async def test_a_public_file_comes_from_the_hub_that_the_settings_name(tmp_path:
         async with living(control, tmp_path / "node", hf_endpoint=f"{control.base_url}/objects/hub"):
             await eventually(lambda: NodeState.ACTIVE in control.states, "it is active")
         assert control.faults == []
+
+
+async def test_what_an_earlier_job_left_on_the_machine_is_no_part_of_the_model(tmp_path: Path) -> None:
+    """A machine of the user's own keeps its folder: the files of one model must not become those of the next."""
+    model = tmp_path / "node" / "model"
+    (model / "pinned").mkdir(parents=True)
+    adapter = '{"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "peft_type": "LORA"}'
+    for name, text in ((ADAPTER_ASSET, adapter), ("chat_template.jinja", "{{ messages }}"), (".old.part", "half")):
+        (model / name).write_text(text)
+    async with running(tmp_path) as (control, _), living(control, tmp_path / "node"):
+        await eventually(lambda: bool(control.committed), "work is committed")
+        assert {path.name for path in model.iterdir()} == {"pinned", *(path.name for path in control.model.iterdir())}

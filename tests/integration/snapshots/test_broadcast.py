@@ -2,6 +2,7 @@
 
 import asyncio
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from app.protocol.errors import BadInput
-from app.snapshots import Relay, SnapshotStore, Source, public_hex
+from app.snapshots import Incoming, Relay, Snapshot, SnapshotStore, Source, public_hex
 from app.snapshots.frames import KEEP_ALIVE, LeafParser
 from tests.integration.snapshots.helpers import (
     KEY,
@@ -100,6 +101,45 @@ async def test_a_joiner_in_mid_publish_gets_the_newest_version(tmp_path: Path, c
                 second.write_leaf(n, leaf(new, n))
             await joiner.has(2)
         assert joiner.installed == [2]
+
+
+async def test_a_version_that_comes_in_the_middle_of_a_look_for_the_newest_is_handed_out_once(
+    tmp_path: Path, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To put a version in force twice costs an engine its caches, and the node a pause."""
+    installed, may_install, may_return = asyncio.Event(), asyncio.Event(), threading.Event()
+    handed: list[int] = []
+    complete = Incoming.complete
+
+    def slow(incoming: Incoming) -> Snapshot:
+        snapshot = complete(incoming)
+        assert snapshot.version != 2 or may_return.wait(20)
+        return snapshot
+
+    async def install(snapshot: Snapshot) -> None:
+        handed.append(snapshot.version)
+        installed.set()
+        await may_install.wait()
+        node.store.changes.notify()
+
+    monkeypatch.setattr(Incoming, "complete", slow)
+    learner = make_store(tmp_path / "learner")
+    async with relay_of(learner) as relay:
+        node = Node(tmp_path / "n", [Source("learner", url(relay))], client, on_complete=install)
+        async with running(node):
+            try:
+                publish(learner, 0)
+                await asyncio.wait_for(installed.wait(), 20)
+                for version in (1, 2):
+                    publish(learner, version)
+                    await node.until(lambda version=version: node.store.get(version) is not None)  # type: ignore[misc]
+                may_install.set()
+                await node.until(lambda: handed == [0, 2])
+            finally:
+                may_return.set()
+            publish(learner, 3)
+            await node.until(lambda: handed[-1] == 3)
+    assert handed == [0, 2, 3]
 
 
 async def test_nobody_without_the_jobs_token_gets_anything(tmp_path: Path, client: httpx.AsyncClient) -> None:

@@ -2,15 +2,19 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from app.snapshots import connection as connection_module
 from app.snapshots.connection import Connection, Ended, Lost, direct
 
 BODY = bytes(range(256)) * 600
 SILENCE_S = 5.0
+NO_FAMILY = 12
+"""DECnet's, which Linux has no longer."""
 
 
 @contextlib.asynccontextmanager
@@ -178,3 +182,51 @@ def test_only_plain_http_without_a_proxy_is_direct(monkeypatch: pytest.MonkeyPat
     assert not direct("http://10.0.0.1:7000")
     monkeypatch.setenv("no_proxy", "10.0.0.1")
     assert direct("http://10.0.0.1:7000")
+
+
+def names(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """A name that stands for an address of a family that no machine has, and then for these ports of loopback."""
+    found: list[object] = [(NO_FAMILY, socket.SOCK_STREAM, 6, "", ("::1", 1))]
+    found += [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for port in ports]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+async def test_a_name_with_addresses_that_nobody_listens_on_is_reached_at_the_others(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """As `localhost` for a relay that is bound to 127.0.0.1, and every host with IPv6 for one that is bound to IPv4."""
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        names(monkeypatch, unused_tcp_port, server.sockets[0].getsockname()[1])
+        (await Connection.open("http://learner.example:7070")).close()
+    names(monkeypatch, unused_tcp_port)
+    with pytest.raises(Lost, match="ConnectionRefusedError"):
+        await Connection.open("http://learner.example:7070")
+    names(monkeypatch)
+    with pytest.raises(Lost, match="OSError"):
+        await Connection.open("http://learner.example:7070")
+
+
+async def test_an_address_that_swallows_what_is_sent_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "CONNECT_S", 0.4)
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    waiting = [socket.socket() for _ in range(4)]
+    for one in waiting:
+        one.setblocking(False)
+        one.connect_ex(full.getsockname())
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    try:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            names(monkeypatch, full.getsockname()[1], server.sockets[0].getsockname()[1])
+            (await Connection.open("http://learner.example:7070")).close()
+    finally:
+        for one in (full, *waiting):
+            one.close()

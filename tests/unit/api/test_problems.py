@@ -9,21 +9,27 @@ from typing import Annotated
 import httpx
 import pytest
 from fastapi import FastAPI, Header, HTTPException, Query
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from app.api import middleware, problems
 from app.protocol import errors
-from app.protocol.base import Strict
+from app.protocol.base import Spec, Strict
 
 
 class Batch(Strict):
     group_size: int = Field(ge=2)
 
 
+class Params(Spec):
+    of: dict[str, JsonValue] = Field(default_factory=dict)
+
+
 class Body(Strict):
     batch: Batch
     names: list[Annotated[str, Field(max_length=3)]] = Field(default_factory=list)
     weird: dict[str, int] = Field(default_factory=dict)
+    either: int | str | list[Batch] | None = None
+    params: Params = Params()
     low: int = 0
     high: int = 1
 
@@ -112,6 +118,25 @@ async def test_a_wrong_field_is_pointed_at(client: httpx.AsyncClient, sent: obje
     assert error["in"] == "body"
     assert detail in error["detail"]
     assert detail in str(content["detail"])
+
+
+@pytest.mark.parametrize(
+    ("part", "pointers"),
+    [
+        ('"either": {}', {"/either"}),
+        ('"either": [{}]', {"/either", "/either/0/group_size"}),
+        ('"either": [{"group_size": 1}]', {"/either", "/either/0/group_size"}),
+        ('"params": {"of": {"a": [1, {"int": NaN}]}}', {"/params/of/a/1/int"}),
+        ('"params": {"of": {"float": NaN}}', {"/params/of/float"}),
+    ],
+)
+async def test_a_pointer_leads_to_a_place_in_the_body_whatever_it_might_have_been(
+    client: httpx.AsyncClient, part: str, pointers: set[str]
+) -> None:
+    sent = f'{{"batch": {{"group_size": 2}}, {part}}}'
+    answer = await client.post("/body", content=sent, headers={"content-type": "application/json"})
+    content = check(answer, 422, "invalid_request")
+    assert {e["pointer"] for e in field_errors(content)} == pointers
 
 
 async def test_values_are_not_repeated(client: httpx.AsyncClient) -> None:

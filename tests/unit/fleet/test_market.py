@@ -94,6 +94,8 @@ def test_on_demand_is_priced_as_it_is() -> None:
         (OFFER, {"max_price_per_hour": "0.199999"}, "over max_price_per_hour"),
         (replace(OFFER, max_duration_s=600.0), {}, "too soon"),
         (replace(OFFER, max_duration_s=7200.0), {}, ""),
+        (replace(OFFER, disk_gb=59.0), {"disk_gb": 60.0}, "its disk of 59 GB is smaller than disk_gb 60"),
+        (replace(OFFER, disk_gb=60.0), {"disk_gb": 60.0}, ""),
         (replace(OFFER, gpu_name="B300"), {}, ""),  # an unknown GPU is listed, with a cautious estimate
     ],
 )

@@ -34,7 +34,7 @@ def test_addresses_of_the_outside_are_public(text: str) -> None:
         "ftp://example.org/x", "file:///etc/passwd", "gopher://example.org", "example.org", "http://", "https:///x",
         "http://user:secret@example.org/", "http://127.0.0.1:80/", "http://[::1]/", "http://localhost:9/x",
         "http://a.localhost/", "http://169.254.169.254/latest", "http://example.org:99999/", "http://exa mple.org/",
-        "http://example.org:0/",
+        "http://example.org:0/", "https://hooks..example.org/", f"https://{'a' * 64}.example.org/",
     ],
 )  # fmt: skip
 def test_what_the_text_of_a_url_gives_away_is_refused(url: str) -> None:

@@ -70,6 +70,8 @@ class FakeControl:
 class FakeSink:
     """Remembers what it was given; `gate` closed makes publishing slow."""
 
+    uploaded = 0
+
     def __init__(self) -> None:
         self.published: list[int] = []
         self.weights: dict[int, dict] = {}

@@ -168,6 +168,17 @@ def test_what_is_withdrawn_is_forgotten_and_welcome_from_others():
     assert [buffer.add(_of("o", name)) for name in ("a", "b", "d", "trained on")] == [True, True, False, True]
 
 
+def test_a_note_of_what_is_withdrawn_is_not_told_and_refuses_nobody_elses_answer():
+    buffer = ReplayBuffer()
+    buffer.reject("a", "invalid", "n")
+    buffer.add(_of("n", "b", version=0))
+    buffer.reject("c", "unscored", "m")
+    assert len(buffer) + buffer.unreported == 3
+    buffer.withdraw((), ["n"])
+    assert [(d.work_item, d.reason) for d in buffer.evict(9, 3)] == [("c", "unscored")]
+    assert [buffer.add(_of("o", name)) for name in ("a", "b", "c")] == [True, True, False]
+
+
 def test_what_another_node_has_answered_by_the_time_that_it_is_withdrawn_stays():
     buffer = ReplayBuffer()
     buffer.withdraw((), ["n"])

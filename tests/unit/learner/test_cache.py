@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,30 @@ def test_the_limit_holds_and_what_was_used_last_stays(tmp_path: Path):
     assert cache.get(digest(files[2]), 100) == files[2]
     cache.put(digest(b"x" * 251), b"x" * 251)
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= 250
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_cache_that_may_only_be_read_costs_a_download_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+):
+    store = CountingStore(tmp_path / "objects")
+    ref = reference(store, [group("a")])
+    learner(tmp_path, store)[0].take(ref)
+    (kept,) = (tmp_path / "cache").iterdir()
+    if damaged:
+        kept.write_bytes(b"")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    inbox, buffer = learner(tmp_path, store)
+    inbox.take(ref)
+    assert [g.work_item for g in buffer.take(0, 3, 1)[0]] == ["a"]
+    assert store.fetched == 2
 
 
 def test_no_cache_and_no_disk_are_fine(tmp_path: Path):

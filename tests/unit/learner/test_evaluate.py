@@ -15,10 +15,12 @@ from app.learner.evaluate import Evaluator, Sampler
 from app.learner.model import LoadedModel, load
 from app.learner.parallel.messages import Sampling
 from app.learner.parallel.ranks import Alone, Op
+from app.learner.sampling import eos_ids, sample
 from app.learner.tiny import tiny_model
 from app.protocol.errors import TaskFailed
+from app.protocol.job import SamplingSpec
 from app.tasks.base import Prompt, Reply
-from app.tasks.prompts import encode_prompt
+from app.tasks.prompts import decode, encode_prompt
 from app.tasks.scoring import reply_of
 from tests.unit.learner.samples import job
 
@@ -68,6 +70,23 @@ def test_an_episode_is_played_to_its_end_and_the_first_turn_is_that_of_one_turn(
     assert evaluated(tiny, three) > 2.5
     assert {index: turns[0] for index, turns in three.heard.items()} == {i: t[0] for i, t in one.heard.items()}
     assert {len(turns) for turns in three.heard.values()} >= {3}
+
+
+def test_answers_are_drawn_at_the_temperature_of_the_job_as_nodes_draw_theirs(tiny: LoadedModel):
+    heard = []
+    for temperature in (1.0, 1e-4):
+        task = Talk(1)
+        spec = job(sampling={"max_tokens": 8, "temperature": temperature}, learner={"eval_prompts": 16})
+        Evaluator(tiny.model, tiny.tokenizer, task, spec).run()
+        heard.append([task.heard[i][0] for i in range(16)])
+    prompts = [encode_prompt(tiny.tokenizer, Talk(1).heldout(i)) for i in range(16)]
+    likeliest = sample(
+        tiny.model, prompts, max_tokens=8, temperature=0.0, eos=eos_ids(tiny.model, tiny.tokenizer),
+        generator=torch.Generator(),
+    )  # fmt: skip
+    wanted = [decode(tiny.tokenizer, answer.ids) for answer in likeliest]
+    assert heard[1] == wanted
+    assert heard[0] != wanted
 
 
 def test_an_episode_ends_where_no_word_more_fits(tiny: LoadedModel):
@@ -190,7 +209,7 @@ def test_each_answer_has_all_of_its_own_room_and_a_turn_that_is_cut_gets_no_repl
 
 def test_answers_are_drawn_from_the_generator_that_is_given(tiny: LoadedModel):
     prompt = encode_prompt(tiny.tokenizer, Talk(1).heldout(0))
-    sampled = Sampler(tiny.model, tiny.tokenizer)
+    sampled = Sampler(tiny.model, tiny.tokenizer, SamplingSpec())
     one, again, two = (sampled([prompt] * 8, 8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert one == again != two
 
@@ -240,5 +259,7 @@ def test_other_ranks_need_the_announcements_alone_and_make_the_same_passes(tiny:
     assert len(asked[0].prompts) == 16
     follower = Follower(leader.drawn)
     for a in asked:
-        assert len(Sampler(tiny.model, tiny.tokenizer, follower)(a.prompts, a.max_tokens)) == len(a.prompts)
+        assert len(Sampler(tiny.model, tiny.tokenizer, SamplingSpec(), follower)(a.prompts, a.max_tokens)) == len(
+            a.prompts
+        )
     assert follower.drawn == []

@@ -189,6 +189,30 @@ def test_a_task_that_fails_to_tell_a_prompt_is_asked_again_and_costs_the_group_a
     assert inbox.invalid == ({"task_failed": 1} if reasons else {})
 
 
+@pytest.mark.parametrize("fault", ["gone", "lacking", "no prompt"])
+def test_what_is_wrong_with_a_file_of_a_node_in_quarantine_refuses_no_other_answer(tmp_path: Path, fault: str):
+    """A page is worked off while its node is convicted: its groups are pending again, its files may be swept."""
+    down = fault == "no prompt"
+
+    def told(index: int) -> list[int]:
+        if down:
+            raise TaskFailed("its process was killed")
+        return prompt_ids(index)
+
+    store, buffer = FolderStore(tmp_path), ReplayBuffer()
+    reader = GroupReader(store, told, group_size=4, max_tokens=8, vocabulary=VOCABULARY)
+    inbox = Inbox(Index(), reader, buffer, Directives(WORD))  # type: ignore[arg-type]
+    theirs = reference(store, [named("b" if fault == "lacking" else "a", (0.0, 1.0, 0.0, 1.0))], node_id="liar")
+    if fault == "gone":
+        store.delete(theirs.key)
+    buffer.withdraw(["a"], {"liar"})
+    inbox.take(theirs.model_copy(update={"work_items": ["a"]}))
+    down = False
+    buffer.withdraw((), {"liar"})  # as the next page does, which names all that are in quarantine
+    inbox.take(reference(store, [group("a")], 2, node_id="honest"))
+    assert outcome(buffer) == (["a"], [])
+
+
 def test_groups_of_a_file_may_be_of_different_sizes(tmp_path: Path):
     store, buffer, inbox, _ = setup(tmp_path)
     groups = [named("a", (0.0, 1.0)), named("b", (0.0, 1.0, 0.0, 1.0)), named("c", (1.0,) * 7)]

@@ -69,6 +69,28 @@ def test_an_evaluation_that_is_made_again_is_there_once(tmp_path: Path):
     assert [r["step"] for r in rows(tmp_path)] == [3], "what came after the checkpoint is gone, and told anew"
 
 
+def test_a_result_that_is_told_again_is_there_once_also_after_a_restart(tmp_path: Path):
+    for _ in range(2):
+        journal = Journal(tmp_path, resume_step=3)
+        for _ in range(2):
+            journal.heard(2, 0.5)
+    journal.evaluation(EvalReport(step=3, reward=0.75, prompts=9))
+    journal.heard(3, 0.75)
+    journal.heard(3, 0.5)
+    assert [(r["step"], r["reward"], r.get("prompts")) for r in rows(tmp_path)] == [
+        (2, 0.5, None), (3, 0.75, 9), (3, 0.5, None),
+    ]  # fmt: skip
+
+
+def test_what_a_crash_left_in_the_file_costs_no_more_than_its_line(tmp_path: Path):
+    journal = Journal(tmp_path, resume_step=0)
+    journal.step(report(1))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\x00\xc3(\n{"kind": "evaluation", "step": 1}\n')
+    Journal(tmp_path, resume_step=1).step(report(2))
+    assert [(r["kind"], r["step"]) for r in rows(tmp_path)] == [("step", 1), ("evaluation", 1), ("step", 2)]
+
+
 def test_a_disk_that_refuses_does_not_stop_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     journal = Journal(tmp_path / "gone", resume_step=0)
     journal.step(report(1))

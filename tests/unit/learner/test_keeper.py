@@ -135,6 +135,44 @@ def test_the_best_goes_along_and_stays(tmp_path: Path):
     assert stored_steps(store, PREFIX) == [7, 6, 1]
 
 
+class Traced(FolderStore):
+    """What was put there and taken away, in order, as `STEP/NAME`."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.puts: list[str] = []
+        self.deletes: list[str] = []
+
+    def put_file(self, key: str, path: Path) -> None:
+        self.puts.append(key.removeprefix(PREFIX))
+        super().put_file(key, path)
+
+    def delete(self, key: str) -> None:
+        self.deletes.append(key.removeprefix(PREFIX))
+        super().delete(key)
+
+
+def test_nothing_is_brought_there_twice(tmp_path: Path):
+    """A checkpoint may be a hundred gigabytes, and the best one is its own best."""
+    store, root = Traced(tmp_path / "objects"), tmp_path / "work" / "checkpoints"
+    keeper = Keeper(store, PREFIX, root, every=1)
+    for step, best in ((1, 1), (2, 1), (3, 3), (4, 3)):
+        keeper.put(step, save(root, checkpoint(step, best_step=best, best_reward=0.9)))
+    assert len(store.puts) == len(set(store.puts)) == 4 * 4
+    assert stored_steps(store, PREFIX) == [4, 3]
+
+
+def test_what_is_taken_away_stops_counting_before_any_of_its_files_goes(tmp_path: Path):
+    store, root = Traced(tmp_path / "objects"), tmp_path / "work" / "checkpoints"
+    keeper = Keeper(store, PREFIX, root, every=1, keep=1)
+    keeper.put(1, save(root, checkpoint(1)))
+    store.deletes.clear()
+    keeper.put(2, save(root, checkpoint(2)))
+    gone = [name for name in store.deletes if name.startswith("1/")]
+    assert gone[0] == "1/COMMIT"
+    assert set(gone[1:]) >= {"1/model.safetensors", "1/optimizer.safetensors", "1/state.json"}
+
+
 def test_a_new_machine_goes_on_from_the_store(tmp_path: Path):
     store, root, keeper = setup(tmp_path)
     keeper.put(6, save(root, checkpoint(6)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from app.learner.buffer import ReplayBuffer
 from app.learner.heart import Status
+from app.learner.journal import Journal
 from app.learner.loop import Loop
 from app.learner.outbox import Directives, Outbox
 from app.learner.position import Position
@@ -40,7 +42,15 @@ class CountingTrainer:
 class Rig:
     """A loop with everything around it in memory."""
 
-    def __init__(self, tmp_path: Path, *, reward: float = 0.25, position: Position | None = None, **spec) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        *,
+        reward: float = 0.25,
+        position: Position | None = None,
+        journal: Journal | None = None,
+        **spec,
+    ) -> None:
         spec = {"batch": {"prompts": 2, "group_size": 4}, "stop": {"steps": 4}, **spec}
         self.spec = job(**spec)
         self.control, self.sink = FakeControl(), FakeSink()
@@ -65,6 +75,7 @@ class Rig:
             directives=self.directives,
             status=self.status,
             position=self.position,
+            journal=journal,
         )
 
     def __enter__(self):
@@ -243,12 +254,12 @@ def test_the_final_evaluation_reuses_a_fresh_one(tmp_path: Path):
 
 def test_when_all_groups_are_refused_it_ends_with_the_reason(tmp_path: Path):
     with Rig(tmp_path, position=Position(evaluated=0, published=0)) as rig:
-        for number in range(6):
+        for number in range(8):
             rig.buffer.reject(f"bad{number}", "invalid")
         timer = threading.Timer(0.2, lambda: rig.buffer.reject("one too many", "invalid"))
         timer.start()
-        # S = 3, v_0, two prompts a step: with more than 6 dead groups no batch of 2 can be admitted.
-        with pytest.raises(LearnerError, match="7 groups since step 0"):
+        # S = 3, v_0, two prompts a step: admission lets 8 be ahead.
+        with pytest.raises(LearnerError, match="9 groups since step 0"):
             rig.loop.run()
         timer.join(5)
 
@@ -454,6 +465,21 @@ def test_of_two_results_within_a_step_both_count(tmp_path: Path, first: float, s
         rig.run()
         kept = rig.loop.checkpoint().progress
     assert (kept.best_step, kept.best_reward, kept.candidates) == (best, max(first, second), ())
+
+
+def test_what_the_fleet_measured_is_written_down_once_each(tmp_path: Path):
+    position = Position(evaluated=4, published=4, last_publish=4, candidates=(2, 4))
+    journal = Journal(tmp_path, resume_step=4)
+    with Rig(tmp_path, stop={"steps": 6}, learner={"eval_every": 99}, position=position, journal=journal) as rig:
+        rig.trainer.steps = 4
+        both_told(rig, (0, 0.25), (2, 0.5), (4, 0.75), (6, 0.5))
+        rig.feed(4, version=4)
+        rig.run()
+        rig.loop.evaluate(final=True)
+    rows = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    told = [(r["step"], r["reward"]) for r in rows if r["kind"] == "evaluation"]
+    assert told == [(0, 0.25), (2, 0.5), (4, 0.75), (6, 0.5), (6, 0.25)]
+    assert [r["step"] for r in rows].index(5) < [r["step"] for r in rows].index(6), "v6 was still to be made"
 
 
 def test_the_older_of_two_results_ends_the_job_too(tmp_path: Path):

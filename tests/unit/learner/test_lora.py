@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from app.learner.lora import adapter_weights, add_adapter, merge, save_adapter
 from app.learner.model import LoadedModel, trained_weights, unique_weights
@@ -93,6 +94,28 @@ def test_all_linear_is_every_linear_layer_but_the_last():
     add_adapter(model, LoraSpec(), name="m", seed=0)
     kinds = {name.split(".")[-3] for name in adapter_weights(model)}
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.filterwarnings("ignore:.*tied layer.*:UserWarning")
+def test_an_adapter_of_a_tied_head_leaves_the_embeddings_as_they_are_when_it_is_merged(tmp_path: Path):
+    model, whole = random_model(), random_model()
+    config = add_adapter(model, LoraSpec(rank=2, targets=["lm_head"]), name="m", seed=7)
+    for tensor in adapter_weights(model).values():
+        tensor.normal_(std=0.2)
+    merge(whole, config, adapter_weights(model))
+    whole.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for merged in (whole, opened):
+        torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(logits(model), logits(random_model()), atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of what is refused here
+@pytest.mark.parametrize("targets", ["all-linear", ["c_proj"], ["wte"]])
+def test_layers_that_nodes_can_not_adapt_are_refused_before_anything_is_rented(targets):
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=64, bos_token_id=1, eos_token_id=1)
+    with pytest.raises(BadInput, match=r"learner\.lora\.targets: transformer\..* is a (Conv1D|Embedding)"):
+        add_adapter(GPT2LMHeadModel(config), LoraSpec(targets=targets), name="m", seed=0)
 
 
 def test_layers_that_are_not_there_are_named():

@@ -160,14 +160,17 @@ def test_on_policy_the_gradient_is_that_of_reinforce(loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("one_sided", [False, True])
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.floats(-200, 200), st.floats(-3, 3), st.integers(0, 40)), min_size=1, max_size=20))
-def test_any_log_ratio_gives_a_finite_loss_and_gradient(loss, rows):
+def test_any_log_ratio_gives_a_finite_loss_and_gradient(loss, one_sided, rows):
     new = torch.tensor([min(0.0, d) for d, _, _ in rows], requires_grad=True)
     old = torch.tensor([min(0.0, -d) for d, _, _ in rows])
     advantages = torch.tensor([a for _, a, _ in rows])
     answers = torch.arange(len(rows)) // 3
     tokens = Tokens(new, old, advantages, torch.tensor([x for *_, x in rows]), answers, old, torch.rand(len(rows)))
+    if one_sided:
+        tokens = dataclasses.replace(tokens, quantised=torch.arange(len(rows)) % 2 == 0)
     changes = {"loss": loss, "kl_beta": 0.1, "replay_ratio": ("off", "token", "sequence")[len(rows) % 3]}
     made, gradient = evaluated(SPEC.model_copy(update=changes), tokens)
     assert torch.isfinite(made.objective).all()

@@ -20,8 +20,9 @@ from app.learner.parallel.messages import packed, unpacked
 from app.learner.parallel.ranks import ALONE, Group
 from app.learner.sink import relay_url
 from app.learner.trainer import GRPOTrainer
-from app.protocol.errors import BadInput, LearnerError, Unavailable
+from app.protocol.errors import BadInput, LearnerError, Refused, Unavailable
 from app.protocol.learner import StartAnswer
+from app.protocol.trajectory import read_table
 from tests.unit.learner.samples import VOCABULARY, batch, job, random_model
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
@@ -114,6 +115,17 @@ def test_groups_pass_between_ranks_whole_and_in_order():
     assert unpacked(packed(once)) == once
 
 
+@pytest.mark.parametrize(("limit", "reason"), [("max_values", "too_large"), ("max_rows", "too_many_rows")])
+def test_a_step_may_be_larger_than_a_file_of_a_node(monkeypatch: pytest.MonkeyPatch, limit: str, reason: str):
+    """128 prompts × 16 answers of 16,384 tokens are."""
+    monkeypatch.setitem(read_table.__kwdefaults__, limit, 5)
+    data = packed(batch(3))
+    with pytest.raises(Refused) as refused:
+        read_table(data)
+    assert refused.value.reason == reason
+    assert [g.work_item for g in unpacked(data)] == [g.work_item for g in batch(3)]
+
+
 class Clock:
     """A minute passes whenever somebody looks."""
 
@@ -141,6 +153,19 @@ def test_announcements_come_in_order():
         assert follower.listen().op == op
     follower.announce("end")
     assert not store.check(["command/3"]), "only rank 0 announces"
+    lead.close()
+
+
+def test_a_rank_that_is_late_hears_all_that_was_announced_and_nothing_is_left_of_what_is_long_over():
+    store = dist.HashStore()
+    lead = Group(store, rank=0, size=2)
+    follower = Group(store, rank=1, size=2, look_s=0.01, silence_s=0.0, clock=Clock())
+    lead.announce("restore")
+    lead.announce("weights")
+    assert [follower.listen().op for _ in range(2)] == ["restore", "weights"]
+    for _ in range(3):
+        lead.announce("weights")
+    assert [n for n in range(5) if store.check([f"command/{n}"])] == [3, 4]
     lead.close()
 
 

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from app.learner.lora import add_adapter
 from app.learner.model import trained_weights
 from app.learner.parallel.launch import leave
-from app.learner.parallel.ranks import ALONE
-from app.learner.parallel.shards import blocks
+from app.learner.parallel.ranks import ALONE, Alone
+from app.learner.parallel.shards import blocks, recomputing
 from app.learner.trainer import GRPOTrainer
+from app.protocol.errors import BadInput
 from app.protocol.learner_spec import LoraSpec
 from tests.unit.learner.samples import batch, group, job, random_model
 from tests.unit.learner.test_trainer import near_policy
@@ -101,6 +102,23 @@ def test_passes_in_bfloat16_on_one_rank_are_close_and_masters_stay_float32(adapt
     assert all((t - plain.weights[name]).abs().max() < 2.5e-3 for name, t in state.weights.items())
 
 
+class Towers(torch.nn.Module):
+    """A model with other lists of layers before the one that is meant, as one that sees has."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.vision = torch.nn.ModuleList(torch.nn.Identity() for _ in range(5))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(layers))
+        self.config = random_model().config
+
+
+def test_the_layers_are_the_list_that_has_as_many_as_the_model_says():
+    model = Towers(2)
+    assert blocks(model) == list(model.layers)
+    with pytest.raises(BadInput, match="no list of 2 layers was found in Towers"):
+        blocks(Towers(3))
+
+
 def forwards_of_a_layer(*, again: bool) -> int:
     """How often one step calls what is inside of the first layer."""
     trainer = GRPOTrainer(random_model(), job(learner={"activation_checkpointing": again}))
@@ -114,6 +132,33 @@ def test_activations_are_computed_again_only_if_the_job_asks_for_it():
     plain = forwards_of_a_layer(again=False)
     assert plain > 0
     assert forwards_of_a_layer(again=True) == 2 * plain
+
+
+def test_layers_are_in_training_mode_within_a_pass_alone():
+    """Outside they answer prompts, from a cache that a layer which is to be computed again can't have."""
+    trainer = GRPOTrainer(random_model(), job(learner={"activation_checkpointing": True}))
+    trainer.step(near_policy(1))
+    assert not any(module.training for module in trainer.model.modules())
+
+    def fail() -> None:
+        with recomputing(trainer.model, job(learner={"activation_checkpointing": True}).learner):
+            assert all(layer.training for layer in blocks(trainer.model))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not any(module.training for module in trainer.model.modules())
+
+
+class Second(Alone):
+    """Another rank than the first."""
+
+    rank = 1
+
+
+def test_only_the_first_rank_keeps_what_is_put_together():
+    trainer = GRPOTrainer(random_model(), job(), ranks=Second())
+    assert (trainer.state().weights, trainer.weights()) == ({}, {})
 
 
 def test_no_more_than_one_tensor_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch):

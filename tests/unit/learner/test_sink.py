@@ -75,6 +75,7 @@ def test_every_so_many_versions_one_goes_into_the_store_whole(tmp_path: Path) ->
     learner = sink(tmp_path, objects, keyframe_every=4)
     sent = []
     for version in range(10):
+        assert learner.uploaded == len(objects.objects)
         made = learner.publish(version, weights(version))
         assert (made.delta is None) == (version == 0)
         assert made.delta is None or made.delta.base == version - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.fleet.admission import grantable
 from app.learner.buffer import ReplayBuffer
 from app.learner.outbox import Directives
 from app.learner.supply import Supply
@@ -45,16 +46,17 @@ class Bench:
 @pytest.mark.parametrize(
     ("staleness", "t", "published", "prompts", "refused", "gives_up"),
     [
-        (3, 0, 0, 2, 6, False),
-        (3, 0, 0, 2, 7, True),
-        (1, 0, 0, 1, 1, False),
-        (1, 0, 0, 1, 2, True),
-        (3, 2, 1, 2, 4, False),  # a version behind the step: one batch less may be ahead
-        (3, 2, 1, 2, 5, True),
-        (5, 0, 0, 3, 15, False),
-        (5, 0, 0, 3, 16, True),
-        (1, 2, 1, 2, 99, False),  # nothing may be ahead before the next version is out
-        (1, 3, 1, 2, 99, False),
+        (3, 0, 0, 2, 8, False),
+        (3, 0, 0, 2, 9, True),
+        (1, 0, 0, 1, 2, False),
+        (1, 0, 0, 1, 3, True),
+        (3, 2, 1, 2, 6, False),  # a version behind the step: one batch less may be ahead
+        (3, 2, 1, 2, 7, True),
+        (5, 0, 0, 3, 18, False),
+        (5, 0, 0, 3, 19, True),
+        (1, 2, 1, 2, 2, False),  # the batch of this step alone
+        (1, 2, 1, 2, 3, True),
+        (1, 3, 1, 2, 99, False),  # nothing may be ahead before the next version is out
     ],
 )
 def test_it_gives_up_when_more_were_refused_than_admission_lets_be_ahead(
@@ -63,6 +65,8 @@ def test_it_gives_up_when_more_were_refused_than_admission_lets_be_ahead(
     bench = Bench(staleness)
     bench.refuse(refused)
     assert bool(bench.gives_up(t, published, prompts)) is gives_up
+    ahead = grantable(step=t, version=published, staleness=staleness, prompts=prompts, ahead=0)
+    assert gives_up is (0 < ahead < refused)
 
 
 @pytest.mark.parametrize(("refused", "usable", "gives_up"), [(10, 1, False), (11, 1, True), (20, 2, False)])
@@ -77,22 +81,22 @@ def test_refused_groups_count_whether_they_were_told_or_not_until_a_step_has_rep
     bench = Bench()
     bench.refuse(3, "told")
     bench.supply.tell(0)
-    bench.refuse(2, "evicted")
+    bench.refuse(4, "evicted")
     bench.supply.evict(0)
     bench.refuse(1, "waiting")
     assert bench.gives_up() == ""
     bench.refuse(1, "last")
-    assert bench.gives_up().startswith("7 groups since step 0")
+    assert bench.gives_up().startswith("9 groups since step 0")
     bench.supply.reported(3)
     bench.buffer.evict(0, 3)
-    bench.refuse(6, "later")
+    bench.refuse(8, "later")
     assert bench.gives_up() == ""
     assert (bench.supply.dropped, bench.supply.told) == ([], [])
 
 
 def test_the_reason_names_what_was_refused_and_nothing_else():
     bench = Bench()
-    bench.refuse(7)
+    bench.refuse(9)
     said = bench.gives_up(invalid_prompt=5.0, audits_failed=2.0, audits_suspect=1.0, audits_passed=9.0, loss=0.5)
     assert "(5 × invalid_prompt, 2 × audits_failed, 1 × audits_suspect)" in said
     assert "(stale)" in bench.gives_up(audits_passed=9.0)

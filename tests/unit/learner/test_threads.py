@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,38 @@ def test_an_object_store_that_is_away_costs_only_the_stored_mark(parts):
     assert publisher.upload_failures == 1
 
 
+class Uplink(FakeSink):
+    """An upload that ends once somebody has looked three times how far it is; one that is `stuck` gets nowhere."""
+
+    def __init__(self, *, stuck: bool) -> None:
+        super().__init__()
+        self.stuck, self.looks, self.arrived = stuck, 0, threading.Event()
+
+    @property
+    def uploaded(self) -> int:  # type: ignore[override]
+        self.looks += 1
+        if self.looks == 3 and not self.stuck:
+            self.arrived.set()
+        return 0 if self.stuck else self.looks
+
+    def upload(self, version: int) -> str:
+        assert self.arrived.wait(20)
+        return "full"
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_an_upload_is_waited_for_as_long_as_it_gets_on(parts, stuck: bool):
+    control, _, _, outbox, publisher, _ = parts
+    publisher._sink = uplink = Uplink(stuck=stuck)
+    publisher.submit(save_of(2))
+    with pytest.raises(LearnerError, match="got no further") if stuck else nullcontext():
+        publisher.flush(0.01)
+    uplink.arrived.set()
+    publisher.flush(20)
+    outbox.flush(20)
+    assert control.versions == [(2, False), (2, True)]
+
+
 def test_a_checkpoint_that_fails_ends_the_learner_and_publishes_nothing(parts):
     _, sink, _directives, _, publisher, _ = parts
 
@@ -251,6 +285,36 @@ def test_heartbeats_go_on_while_the_service_is_away_and_end_when_fenced():
             directives.current()
     finally:
         heart.stop()
+
+
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_an_answer_to_a_heartbeat_that_a_reports_answer_has_overtaken_brings_no_old_s_back(overtaken: bool):
+    """A step that is made again needs the greater S that it was made under; the answer to the one before has it."""
+    directives, beaten = Directives(WORD), threading.Event()
+    greater = WORD.model_copy(update={"staleness_budget": 4})
+    if not overtaken:
+        directives.update(greater)
+
+    class Slow(FakeControl):
+        def heartbeat(self, body: object) -> LearnerDirectives:
+            self.beats += 1
+            if self.beats == 1 and overtaken:
+                directives.update(greater)
+            if self.beats == 2:
+                beaten.set()
+            return WORD
+
+    seen: list[int] = []
+
+    def look() -> int:
+        seen.append(directives.current().staleness_budget)
+        return 0
+
+    heart = Heart(Slow(), Status(), directives, look, period_s=0.01)  # type: ignore[arg-type]
+    heart.start()
+    assert beaten.wait(20)
+    heart.stop()
+    assert seen[:2] == ([3, 4] if overtaken else [4, 3])
 
 
 def test_a_heartbeat_says_how_long_it_has_waited():

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import trl
 
 from app.learner.losses import Tokens, surrogate
 from app.protocol.learner_spec import LearnerSpec
 
-trl = pytest.importorskip("trl", reason="a virtual environment from before TRL was a test dependency: make install")
 ROWS, WIDTH = 6, 9
 
 

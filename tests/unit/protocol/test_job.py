@@ -93,12 +93,18 @@ def test_the_contracts_example_and_the_minimum_are_valid() -> None:
         ({"stop": {"steps": None, "target_reward": float("nan")}}, "stop.target_reward", "finite"),
         ({"stop": {"steps": None, "max_hours": float("inf")}}, "stop.max_hours", "finite"),
         ({"stop.max_hours": 0}, "stop.max_hours", "greater than 0"),
+        ({"stop.max_hours": 1e307}, "stop.max_hours", "less than or equal to 1000000"),
+        ({"stop.steps": 10**400}, "stop.steps", "less than or equal to 1000000000"),
         ({"learner.placement": "moon"}, "learner.placement", "local"),
         ({"learner.learning_rate": 0}, "learner.learning_rate", "greater than 0"),
         ({"learner.learning_rate": 1.0}, "learner.learning_rate", "less than 1"),
         ({"learner.grad_clip": float("inf")}, "learner.grad_clip", "finite"),
         ({"fleet.max_nodes": 0}, "fleet.max_nodes", "greater than or equal to 1"),
         ({"fleet.max_price_per_hour": "0"}, "fleet.max_price_per_hour", "greater than 0"),
+        ({"fleet.max_price_per_hour": "0.0000001"}, "fleet.max_price_per_hour", "more than 0"),
+        ({"fleet.max_price_per_hour": "1e20"}, "fleet.max_price_per_hour", "at most"),
+        ({"fleet.max_price_per_hour": "NaN"}, "fleet.max_price_per_hour", "finite"),
+        ({"fleet.disk_gb": 1e18}, "fleet.disk_gb", "less than or equal to 1000000"),
         ({"fleet.min_reliability": 1.1}, "fleet.min_reliability", "less than or equal to 1"),
         ({"fleet.disk_gb": float("inf")}, "fleet.disk_gb", "finite"),
         ({"fleet.spot": True}, "fleet.spot", "not permitted"),
@@ -113,6 +119,23 @@ def test_a_bad_field_is_named_with_what_is_wrong(changes: dict[str, Any], field:
     errors = caught.value.errors()
     assert [".".join(map(str, e["loc"])) for e in errors] == [field]
     assert says in errors[0]["msg"]
+
+
+def test_what_is_at_the_bounds_is_taken() -> None:
+    spec = post({
+        "stop": {"steps": 10**9, "max_hours": 1e6}, "budget_usd": "10000000",
+        "fleet": {"max_price_per_hour": "10000000", "disk_gb": 1e6, "max_nodes": 10_000, "min_reliability": 1},
+        "batch": {"prompts": 100_000}, "staleness_budget": 1000, "safety_factor": 10, "seed": 2**63 - 1,
+    })  # fmt: skip
+    assert spec.budget_micros == 10**13
+    assert post({"budget_usd": "0.000001", "fleet": {"max_price_per_hour": "0.000001"}}).budget_micros == 1
+
+
+def test_a_price_is_kept_with_six_places() -> None:
+    for price in (0.4, "0.40", "4E-1", "0.3999999"):
+        fleet = post({"fleet.max_price_per_hour": price}).model_dump(mode="json")["fleet"]
+        assert fleet["max_price_per_hour"] == "0.400000"
+    assert post({}).model_dump(mode="json")["fleet"]["max_price_per_hour"] is None
 
 
 def test_every_bad_field_is_named_at_once() -> None:
@@ -143,7 +166,9 @@ def test_kappa(staleness: int, period: int | None) -> None:
         {"budget_usd": "NaN"},
         {"budget_usd": "1e999999"},
         {"staleness_budget": 0},
+        {"staleness_budget": 1001},
         {"fleet": {"max_nodes": 0}},
+        {"fleet": {"max_nodes": 10_001}},
         {"fleet": {"max_nodes": 1, "gpu_names": ["L4"]}},
         {"model": "tiny"},
     ],

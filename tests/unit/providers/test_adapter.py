@@ -219,6 +219,13 @@ async def test_a_loading_instance_has_not_started_and_has_no_ports() -> None:
     assert (found.started_at, found.ports, found.label, found.public_host) == (None, {}, "", None)
 
 
+@pytest.mark.parametrize("began", [1767268800500, float("nan"), float("inf"), -1, True, "soon"])
+async def test_a_start_that_is_no_time_is_not_known_and_the_list_is_read_all_the_same(began: Any) -> None:
+    rows = {"instances": [{**INSTANCE, "start_date": began}], "total_instances": 1}
+    (found,) = (await Script(rows).provider().list()).instances
+    assert (found.phase, found.started_at) == (base.Phase.RUNNING, None)
+
+
 async def test_gone_only_when_said() -> None:
     gone = (404, {"success": False, "error": "no_such_instance"})
     script = Script({"instances": None}, gone, {}, (404, "<html>"), {"instances": {**INSTANCE, "id": 5}})
@@ -333,6 +340,22 @@ async def test_charges_are_paged_and_asked_for_in_epoch_ints() -> None:
     assert filters["day"] == {"gte": 1767265200, "lte": 1767268800}
     with pytest.raises(base.MalformedAnswer):
         await Script({"results": [{"type": "instance", "items": [{"type": "tax"}]}]}).provider().charges(NOW)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": ["L"]},
+        {"items": [{"type": "gpu", "amount": 0.1, "start": 1767268000.0, "end": 1e300}]},
+        {"items": [{"type": "gpu", "amount": 0.1, "start": 1767268000000, "end": 1767268800.0}]},
+        {"items": [{"type": "gpu", "amount": None, "start": 1767268000.0, "end": 1767268800.0}]},
+        {"items": ["gpu"]},
+    ],
+)
+async def test_a_bill_that_can_t_be_read_is_said_to_be_so(change: dict[str, Any]) -> None:
+    row = {"type": "instance", "source": "instance-1", "items": [], "metadata": {"label": "L"}, **change}
+    with pytest.raises(base.MalformedAnswer):
+        await Script({"results": [row]}).provider().charges(NOW - timedelta(hours=1))
 
 
 async def test_it_is_a_provider_without_notices_and_hides_its_key() -> None:

@@ -86,17 +86,35 @@ def test_what_an_ended_ssh_proves(status: int, said: str, kind: type[Exception],
 @pytest.mark.parametrize("output", ["", "<html>", "@none\n@none", "@instance running", "@label x", "@instance a b c"])
 def test_an_answer_that_is_not_ours_is_unclear(output: str) -> None:
     with pytest.raises(Unclear):
-        read_check(output)
+        read_check(output, 0.0)
 
 
 def test_answers_are_found_below_a_greeting() -> None:
-    assert read_check("Welcome!\n@none\n") is None
-    seen = read_check("Welcome!\n@instance running a~1 1700000000\n@label echo2:f:l:1 x\n")
+    assert read_check("Welcome!\n@none\n", 0.0) is None
+    seen = read_check("Welcome!\n@instance running a~1 1700000000 1700000040\n@label echo2:f:l:1 x\n", 1.7e9 + 40)
     assert seen is not None
     assert (seen.instance_id, seen.label, seen.running, seen.started_at) == ("a~1", "echo2:f:l:1 x", True, 1.7e9)
     assert verdict("hi\n@started 17\n", "@started", "@busy") == "@started"
     with pytest.raises(Unclear):
         verdict("@gone", "@started", "@busy")
+
+
+@pytest.mark.parametrize("skew", [0, -3600, 3600, -1_700_000_000])
+def test_a_machine_whose_clock_is_wrong_is_not_paid_for_other_hours(skew: int) -> None:
+    begun, told = 1_700_000_000 + skew, 1_700_000_090 + skew
+    seen = read_check(f"@instance running a~1 {begun} {told}\n@label l\n", 1_700_000_090.5)
+    assert seen is not None
+    assert seen.started_at == 1_700_000_000.5
+
+
+def test_a_start_that_the_machine_does_not_tell_is_not_known() -> None:
+    for begun in ("", "soon"):
+        seen = read_check(f"@instance running a~1 {begun} 1700000000\n@label l\n", 1.7e9)
+        assert seen is not None
+        assert seen.started_at is None
+    turned = read_check("@instance running a~1 1700000090 1700000000\n@label l\n", 1.7e9)
+    assert turned is not None
+    assert turned.started_at == 1.7e9, "a clock that was set back"
 
 
 def test_a_name_that_is_no_variables_is_refused() -> None:

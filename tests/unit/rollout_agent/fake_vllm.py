@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ class Server:
         self.going.set()
         self.running: set[str] = set()
         self.aborted: set[str] = set()
-        self.made = 0
+        self.made = Counter({"0": 0})
+        """Copy of the model → its tokens."""
         self.held: dict[str, str] = {}
         """Parameter → checksum, of those that the plan names; of the bytes as they are in the file."""
 
@@ -120,8 +122,8 @@ class Server:
             return (
                 f'vllm:num_requests_running{{engine="0"}} {len(self.running)}\n'
                 'vllm:num_requests_waiting{engine="0"} 2\nvllm:kv_cache_usage_perc{engine="0"} 0.25\n'
-                f'vllm:num_preemptions_total{{engine="0"}} 1\nvllm:generation_tokens_total{{engine="0"}} {self.made}\n'
-            )
+                'vllm:num_preemptions_total{engine="0"} 1\n'
+            ) + "".join(f'vllm:generation_tokens_total{{engine="{n}"}} {made}\n' for n, made in self.made.items())
         return {}
 
     async def generate(self, body: dict[str, Any]) -> Any:
@@ -129,6 +131,8 @@ class Server:
         tokens: list[int] = []
         labels: list[str] = []
         self.running.add(name)
+        if body.get("copy") and body["copy"] == self.plan().get("stuck"):
+            await asyncio.sleep(600)
         while len(tokens) < sampling["max_tokens"] and name not in self.aborted:
             await asyncio.sleep(self.plan().get("token_s", 0))
             if name in self.aborted:
@@ -139,7 +143,7 @@ class Server:
                 continue
             tokens.append(50 + (sum(ids) + len(tokens)) % 100)
             labels.append(self.label)
-            self.made += 1
+            self.made[body.get("copy", "0")] += 1
         self.running.discard(name)
         starts = [i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
         spans = [{"version": labels[i], "start": i, "end": len(tokens)} for i in starts]
@@ -147,7 +151,10 @@ class Server:
         choice: dict[str, Any] = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}}
         choice["finish_reason"] = "abort" if name in self.aborted else "length"
         choice["weight_versions"] = spans
-        prompt = [None, *({str(t): {"logprob": -0.25}} for t in ids[1:])] if "prompt_logprobs" in sampling else None
+        off = self.plan().get("off", {}).get(body.get("copy"), 0.0)
+        prompt = (
+            [None, *({str(t): {"logprob": -0.25 - off}} for t in ids[1:])] if "prompt_logprobs" in sampling else None
+        )
         return {"choices": [choice], "prompt_logprobs": prompt}
 
     async def load(self, body: dict[str, Any]) -> Any:
@@ -221,6 +228,8 @@ def main() -> None:
         body = dict(request.query_params)
         if request.method == "POST" and (raw := await request.body()):
             body |= json.loads(raw)
+        if copy := request.headers.get("X-data-parallel-rank"):
+            body["copy"] = copy
         status, found = await server.answer(request.url.path, body)
         return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found, status)
 

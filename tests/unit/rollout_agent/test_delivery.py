@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -22,6 +24,10 @@ from tests.unit.rollout_agent.fakes import (
     problem,
     rows_of,
 )
+
+
+def slot(body: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(200, json={"key": f"{body['policy_version']}/x", "url": "http://store/x"})
 
 
 class Bench:
@@ -158,11 +164,27 @@ async def test_late_items_are_counted() -> None:
     assert bench.ledger.errors == {"late": 1}
 
 
-async def test_a_file_that_is_too_large_is_not_sent_and_the_next_is_smaller() -> None:
+async def test_a_group_that_is_too_large_for_a_file_is_not_sent_and_given_up() -> None:
     bench = Bench(Wire({"trajectories": accept}), max_upload_bytes=1000)
-    await bench.deliver(*range(20))
+    await bench.deliver(3)
     assert bench.wire.files == []
     assert bench.ledger.errors == {"too_large": 1}
-    assert len(bench.ledger.unfinished()) == 20
+    assert bench.ledger.unfinished() == ["w0"]
+    assert bench.ledger.tokens_wasted == {"refused": 4}
+    assert bench.fits == 1
+
+
+async def test_groups_that_are_too_large_for_one_file_go_in_several() -> None:
+    whole = Bench(Wire({"trajectories": accept}))
+    await whole.deliver(*range(40))
+    [file] = whole.wire.files
+    bench = Bench(Wire({"trajectories": accept, "uploads": slot}), max_upload_bytes=len(file) - 1)
+    await bench.deliver(*range(40))
+    assert len(bench.wire.files) == 2
+    assert all(len(part) < len(file) for part in bench.wire.files)
+    rows = [row.work_item for part in bench.wire.files for row in rows_of(part)]
+    assert rows == [row.work_item for row in rows_of(file)]
+    assert bench.ledger.unfinished() == []
+    assert not bench.ledger.errors
     assert bench.fits is not None
-    assert bench.fits < 20
+    assert bench.fits < 40, "and the next one is smaller"

@@ -52,6 +52,14 @@ def test_an_item_that_comes_again_is_held_to_its_newest_deadline() -> None:
     assert ledger.unfinished() == ["soon"]
 
 
+def test_an_item_that_comes_again_and_is_answered_is_not_handed_back() -> None:
+    ledger = leased(Clock())
+    ledger.give_up(["later"])
+    ledger.leased({"later": 1060.0})
+    ledger.settled(["later"])
+    assert sorted(ledger.unfinished()) == ["last", "soon"]
+
+
 def test_tokens_are_added_up_by_what_became_of_them() -> None:
     ledger = WorkLedger(Clock())
     for tokens in (5, 7):

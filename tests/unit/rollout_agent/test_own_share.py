@@ -6,10 +6,15 @@ import pytest
 
 from app.protocol.errors import Unavailable
 from app.protocol.work import UploadSlot, WorkItem
+from app.rollout_agent.delivery import Delivery, Scored
 from app.rollout_agent.engines.base import Completion, Span
 from app.rollout_agent.flow import FlowMeter
 from app.rollout_agent.groups import Batch, Failed, Group, Sampled, own_share, written
+from app.rollout_agent.ledger import WorkLedger
+from app.rollout_agent.text_side import TextSide
 from app.tasks.base import Prompt
+from tests.unit.rollout_agent.fakes import Clock, Echo, Letters, Wire, pool, problem
+from tests.unit.rollout_agent.test_worker import slot
 
 
 def sample(tokens: int, reason: str = "stop") -> Completion:
@@ -68,7 +73,19 @@ def group_of(*completions: Completion | None, item: str = "w", foreign: int = 0)
 def test_what_an_environment_says_was_sampled_by_nobody() -> None:
     group = group_of(multi(10, 4), None, sample(5), foreign=3)
     assert written(group.completions) == 9
-    assert (group.tokens, group.own_tokens) == (15, 6)
+    assert (group.tokens, group.own_tokens) == (9, 6)
+
+
+async def test_of_a_file_that_is_refused_what_was_sampled_is_wasted_and_no_word_of_an_environment() -> None:
+    wire = Wire({"uploads": slot, "trajectories": lambda _: problem("trajectory_refused", 422, reason="versions")})
+    clock = Clock()
+    ledger, group = WorkLedger(clock), group_of(multi(10, 4), sample(5), foreign=3)
+    with pool() as executor:
+        delivery = Delivery(
+            wire.client(clock), TextSide(Echo(), Letters()), ledger, executor, max_upload_bytes=10**6, clock=clock
+        )
+        await delivery.hand_in([Scored(group, [1.0, 1.0])])
+    assert ledger.tokens_wasted == {"refused": 4 + 5}
 
 
 def test_staleness_counts_from_the_oldest_version_of_any_token() -> None:

@@ -151,23 +151,76 @@ async def test_a_file_larger_than_any_that_may_be_handed_over_is_not_fetched(spa
     assert bench.ledger.errors == ({} if used else {"partial_refused": 1})
 
 
-async def test_a_file_with_several_groups_is_fetched_once() -> None:
-    bench = Bench()
-    fetched: list[str] = []
-    download = bench.partials._client.download
+def fetched(bench: Bench) -> list[str]:
+    """The files that are asked for, by their addresses, one at a time."""
+    asked: list[str] = []
+    download, busy = bench.partials._client.download, asyncio.Lock()
 
-    async def counted(url: str, size: int) -> bytes:
-        fetched.append(url)
-        return await download(url, size)
+    async def counted(url: str, max_bytes: int) -> bytes:
+        assert not busy.locked(), "several of the largest would not fit into memory"
+        async with busy:
+            asked.append(url)
+            await asyncio.sleep(0)
+            return await download(url, max_bytes)
 
     bench.partials._client.download = counted  # type: ignore[method-assign]
+    return asked
+
+
+async def test_a_file_with_several_groups_is_fetched_once() -> None:
+    bench = Bench()
+    asked = fetched(bench)
     first, second = begun(), begun(span_versions=[3, 5])
     assert all(await asyncio.gather(*(bench.taken_up(first) for _ in range(5))))
-    assert len(fetched) == 1
+    assert await bench.taken_up(first), "a group that comes later"
+    assert len(asked) == 1
     assert await bench.taken_up(second)
-    assert len(fetched) == 2
+    assert len(asked) == 2
     assert await bench.taken_up(first)
-    assert len(fetched) == 3, "no more than one file is kept in memory"
+    assert len(asked) == 3, "no more than one file is kept in memory"
+
+
+async def test_files_whose_groups_come_in_turn_are_fetched_once_each() -> None:
+    """As they do when two nodes had to stop at once: groups are leased in the order of their prompts."""
+    bench = Bench()
+    asked = fetched(bench)
+    files = {f"http://store/{n}": begun(span_versions=[n, 5]) for n in range(3)}
+    for url, data in files.items():
+        bench.desk.reference(data, url.rpartition("/")[2])
+    turns = [bench.taken_up(data, url=url, key=url) for _ in range(4) for url, data in files.items()]
+    assert all(await asyncio.gather(*turns))
+    assert sorted(asked) == sorted(files)
+
+
+async def test_a_file_that_does_not_come_is_waited_for_once_by_all_of_its_groups() -> None:
+    bench = Bench()
+    asked = fetched(bench)
+    gone = [bench.taken_up(begun(), url="http://store/elsewhere") for _ in range(5)]
+    assert await asyncio.gather(*gone) == [()] * 5
+    assert (len(asked), bench.ledger.errors) == (1, {"partial_refused": 5})
+    assert await bench.taken_up(begun()), "another time it may be there"
+
+
+async def test_a_group_that_is_given_up_takes_the_file_from_no_other() -> None:
+    bench = Bench()
+    asked = fetched(bench)
+    first, second = (asyncio.create_task(bench.taken_up(begun())) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second
+    assert (first.cancelled(), len(asked)) == (True, 1)
+
+
+async def test_words_of_an_environment_are_no_tokens_that_anybody_sampled() -> None:
+    words: dict[str, Any] = {
+        "completion_ids": [65, 66, 67],
+        "logprobs": [-0.5, -0.25, 0.0],
+        "generated": [True, True, False],
+    }
+    for floor, prompt, reason in ((6, PROMPT, "stale"), (None, [1], "partial_refused")):
+        bench = Bench(floor=floor)
+        assert await bench.taken_up(begun(**words), prompt) == ()
+        assert bench.ledger.tokens_wasted == {reason: 4}
 
 
 async def test_groups_are_handed_over_and_are_no_longer_ours() -> None:

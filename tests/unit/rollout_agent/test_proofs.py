@@ -26,6 +26,7 @@ from app.rollout_agent.proofs import provable, start_proving
 from app.snapshots.manifest import new_key
 from app.tasks.base import Prompt, Reply
 from tests.unit.rollout_agent.fake_stream import FakeStream
+from tests.unit.rollout_agent.fakes import ScriptedEngine
 from tests.unit.rollout_agent.tiny import EOS, make_model, new_store, publish, write_model_files
 
 PROMPTS = [[10, 20, 30], [40, 50, 60, 70, 80, 90, 100], [11]]
@@ -163,6 +164,17 @@ def test_a_slow_machine_that_is_cut_short_cuts_between_proofs(engine: Transforme
         assert len(after.logprobs) == len(after.token_ids) <= share * len(before.token_ids)
         assert len(after.token_ids) > share * len(before.token_ids) - 32
         assert after.token_ids == before.token_ids[: len(after.token_ids)]
+
+
+def test_a_slow_machine_proves_if_its_engine_can(engine: TransformersEngine, folder: Path) -> None:
+    inner = TransformersEngine(threads=1)
+    inner.load(folder)
+    inner._weights, inner._model, inner._version = engine._weights, engine._model, 0
+    slow = PacedEngine(inner, 1e9)
+    start_proving(slow, "toploc")
+    assert all(sample.proofs for sample in slow.generate(requests(n=1, max_tokens=2)))
+    with pytest.raises(BadInput, match="ECHO2_ENGINE=transformers"):
+        start_proving(PacedEngine(ScriptedEngine(), 1e9), "toploc")
 
 
 def test_engines_that_can_not_prove_say_what_to_change(folder: Path) -> None:

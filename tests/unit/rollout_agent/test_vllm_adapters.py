@@ -84,6 +84,22 @@ async def test_each_version_is_an_adapter_of_its_own_and_the_old_one_goes(setup:
     assert "/pause" not in setup.plan.order(), "the weights that run are not touched"
 
 
+async def test_what_an_earlier_server_left_of_its_adapters_goes_with_the_first_version_of_the_next(
+    setup: Setup,
+) -> None:
+    """An adapter's folder holds its version's payload on the disk, and a machine of the user's own keeps its disk."""
+    await setup.install(1)
+    await setup.install(2)
+    left = setup.folders()
+    await setup.engine.load(setup.model)
+    assert setup.folders() == left
+    await setup.install(3)
+    (told,) = setup.plan.calls("/v1/load_lora_adapter")[2:]
+    assert setup.folders() == [told["lora_name"]]
+    await setup.install(4)
+    assert len(setup.folders()) == 1
+
+
 async def test_what_runs_ends_under_its_own_adapter(setup: Setup) -> None:
     await setup.install(1)
     setup.plan.set(token_s=0.02)

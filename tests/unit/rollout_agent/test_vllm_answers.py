@@ -30,12 +30,15 @@ from app.rollout_agent.engines.vllm_answers import (
 )
 from app.rollout_agent.engines.vllm_command import (
     CPU_ALONE,
+    EXPERTS,
     Split,
     VllmOptions,
     command,
+    copies,
     environment,
     lora_rank,
     misfit,
+    parallel_by_hand,
     split_of,
     tensor_parallel,
 )
@@ -123,15 +126,18 @@ vllm:num_requests_running{engine="1",model_name="m"} 2.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
 vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 7.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.125
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.0625
 vllm:num_preemptions_total{engine="0",model_name="m"} 4.0
 vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
 vllm:generation_tokens_total{engine="0",model_name="m"} 1234.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 1300.0
 """
 
 
 def test_figures_come_from_the_engines_own_metrics() -> None:
     assert load_of(METRICS) == Load(running=5, waiting=7, cache_used=0.125, preemptions=4)
-    assert tokens_made(METRICS) == 1234
+    assert load_of(METRICS.replace("0.0625", "0.5")).cache_used == 0.5, "of the fuller cache"
+    assert tokens_made(METRICS) == 1234, "by each copy at least"
     assert tokens_made("") == 0
     with pytest.raises(Unavailable, match="kv_cache_usage_perc"):
         load_of(METRICS.replace("kv_cache", "other_cache"))
@@ -322,6 +328,9 @@ def test_what_gpus_share_is_read_from_a_config_as_far_as_it_tells() -> None:
     assert split_of(plain.get) == QWEN_7B
     experts = {"num_attention_heads": 32, "intermediate_size": 6144, "moe_intermediate_size": 768}
     assert split_of(experts.get) == Split(32, None, (6144, 768))
+    for name in EXPERTS:
+        assert split_of({**experts, name: 8}.get) == Split(32, None, (6144, 768), experts=True)
+    assert not split_of({**plain, "num_experts": 0}.get).experts
     by_layer = {"num_key_value_heads": [4, 2], "intermediate_size": [512, 768]}
     assert split_of(by_layer.get) == Split(None, None, (512, 768))
     assert split_of({"intermediate_size": None, "num_attention_heads": "many"}.get) == Split()
@@ -334,13 +343,10 @@ def test_a_blueprint_tells_what_gpus_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpus", "asked", "extra", "said"),
     [
-        (
-            8,
-            None,
-            (),
-            "4 of this machine's 8 GPUs are used, the others idle: 28 attention heads can't be divided among 8",
-        ),
-        (8, 2, (), "2 of this machine's 8 GPUs are used, the others idle: ECHO2_VLLM_TENSOR_PARALLEL says so"),
+        (7, None, (), "4 of this machine's 7 GPUs are used, the others idle: 4 key/value heads can't be divided"),
+        (7, 2, (), "6 of this machine's 7 GPUs are used, the others idle: ECHO2_VLLM_TENSOR_PARALLEL says so"),
+        (8, None, (), ""),
+        (8, 2, (), ""),
         (8, None, ("--pipeline-parallel-size=2",), ""),
         (4, None, (), ""),
     ],
@@ -353,6 +359,49 @@ def test_gpus_that_idle_are_told(
     assert line[line.index("--tensor-parallel-size") + 1] == str(asked or 4)
     assert said in caplog.text
     assert bool(caplog.records) == bool(said)
+
+
+QWEN_MOE = replace(QWEN_30B_A3B, experts=True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "extra", "split", "made"),
+    [
+        (8, None, (), QWEN_7B, 2),
+        (8, 1, (), QWEN_7B, 8),
+        (8, 2, ("--seed", "3"), QWEN_7B, 4),
+        (7, None, (), QWEN_7B, 1),
+        (7, 2, (), QWEN_7B, 3),
+        (8, None, (), QWEN_15B, 2),
+        (8, None, (), Split(heads=12), 1),
+        (1, None, (), QWEN_7B, 1),
+        (8, 2, (), QWEN_MOE, 1),
+        (8, None, ("--data-parallel-size", "1"), QWEN_7B, 1),
+        (8, None, ("--data_parallel_size=3",), QWEN_7B, 3),
+        (8, None, ("-dp", "3"), QWEN_MOE, 3),
+        (8, 2, ("-tp", "4"), QWEN_7B, 1),
+        (8, 2, ("-dp", "many"), QWEN_7B, 1),
+        (8, 2, ("-dp",), QWEN_7B, 1),
+    ],
+)
+def test_gpus_that_are_left_hold_further_copies_unless_the_user_says_otherwise(
+    gpus: int, asked: int | None, extra: tuple[str, ...], split: Split, made: int
+) -> None:
+    options = replace(OPTIONS, gpus=gpus, tensor_parallel=asked, extra_args=extra, device="cuda")
+    assert copies(options, split) == made
+    line = command(options, Path("/m"), 1, replace(PLAIN, split=split))
+    ours = line[: len(line) - len(extra)]
+    by_hand = parallel_by_hand(extra)
+    assert ("--data-parallel-size" in ours) == (made > 1 and not by_hand)
+    if "--data-parallel-size" in ours:
+        assert ours[ours.index("--data-parallel-size") + 1] == str(made)
+
+
+def test_a_model_of_experts_has_one_copy_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    options = replace(OPTIONS, gpus=6, device="cuda")
+    command(options, Path("/m"), 1, replace(PLAIN, split=QWEN_MOE))
+    assert "4 of this machine's 6 GPUs are used" in caplog.text
+    assert "there are no two copies of a model of experts" in caplog.text
 
 
 def test_the_likeliest_answer_is_asked_for_as_such_and_is_certain() -> None:

@@ -136,6 +136,34 @@ async def test_what_runs_goes_on_under_the_new_version_or_comes_back(setup: Setu
             await engine.close()
 
 
+async def test_each_copy_of_the_model_is_probed(setup: Setup) -> None:
+    engine, said = setup.engine(gpus=2, tensor_parallel=1), [-0.25, -0.25, -0.25]
+    try:
+        await engine.load(setup.model)
+        assert {call["copy"] for call in setup.plan.calls("/inference/v1/generate")} == {"0", "1"}
+        setup.plan.set(off={"0": 0.01, "1": 0.02})
+        await setup.install(engine, 1, said)
+        await sample(engine)
+        assert "copy" not in setup.plan.calls("/inference/v1/generate")[-1], "the server shares samples out"
+        setup.plan.set(off={"1": 0.3})
+        with pytest.raises(Tainted, match=r"copies 0 and 1 of the engine's model are 0\.300 nats apart"):
+            await setup.install(engine, 2, said)
+        assert engine.pid is None
+    finally:
+        await engine.close()
+
+
+async def test_an_engine_of_which_one_copy_makes_no_token_is_not_healthy(setup: Setup) -> None:
+    engine = setup.engine(extra_args=("--data-parallel-size=2",))
+    try:
+        await engine.load(setup.model)
+        assert await engine.healthy(5.0)
+        setup.plan.set(stuck="1")
+        assert not await engine.healthy(0.5)
+    finally:
+        await engine.close()
+
+
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"/pause": 500}, "answers 500 to /pause"),
     ({"/collective_rpc": 500}, "answers 500 to /collective_rpc"),

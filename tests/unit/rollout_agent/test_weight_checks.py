@@ -379,3 +379,12 @@ async def test_who_has_no_checksums_or_an_adapter_is_not_asked_for_them(tmp_path
             assert setup.plan.calls("/weight_checker") == []
     finally:
         await vllm.close()
+
+
+def test_copies_of_a_model_are_one_kind_with_a_single_one_and_differ_where_one_of_them_does() -> None:
+    one = {f"dp0:pp0:pcp0:tp{n}:{NORM}": f"n{n}" for n in range(2)}
+    two = one | {f"dp1:pp0:pcp0:tp{n}:{NORM}": f"n{n}" for n in range(2)}
+    odd = two | {f"dp1:pp0:pcp0:tp1:{NORM}": "other"}
+    single, double, wrong = (Seen(held, {}) for held in (one, two, odd))
+    assert (single.workers, double.workers, wrong.workers) == (2, 2, 2)
+    assert single.digest == double.digest != wrong.digest

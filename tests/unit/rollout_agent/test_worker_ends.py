@@ -14,7 +14,7 @@ from app.protocol.trajectory import Rollout
 from app.rollout_agent import worker
 from app.rollout_agent.engines.base import Completion, GenRequest
 from app.rollout_agent.ledger import MAX_FAULTS, WorkerFault
-from app.tasks.base import Prompt
+from app.tasks.base import Prompt, Reply
 from tests.unit.rollout_agent.fakes import Echo, ScriptedEngine, accept, problem, rows_of
 from tests.unit.rollout_agent.test_episodes import END, Count
 from tests.unit.rollout_agent.test_worker import Shift, slot, take
@@ -218,3 +218,50 @@ async def test_whole_groups_that_wait_when_the_engine_fails_still_go_in() -> Non
         await shift.run()
     assert {row.work_item for row in handed_away(shift)} == {"w0", "w1", "w2"}
     assert not shift.ledger.tokens_wasted
+
+
+async def test_only_the_engine_s_own_time_can_make_it_hang() -> None:
+    """A node whose engine hangs leaves as unfit: a slow environment, or a large version, must not look like one."""
+    begun, begin, asked, answer, held, go = (threading.Event() for _ in range(6))
+
+    class Slow(Count):
+        def train(self, index: int) -> Prompt:
+            begun.set()
+            assert begin.wait(20)
+            return super().train(index)
+
+        def respond(self, prompt: Prompt, turns: Sequence[str]) -> Reply | None:
+            asked.set()
+            assert answer.wait(20)
+            return super().respond(prompt, turns)
+
+    class Holds(Turns):
+        def generate(self, requests: Sequence[GenRequest]) -> list[Completion]:
+            if requests[0].start:
+                held.set()
+                assert go.wait(20)
+            return super().generate(requests)
+
+    shift = Shift(leases=1, max_tokens=40, uploads=slot)
+    shift.engine, shift.task = Holds(), Slow(2)
+
+    def stalled_after(seconds: float) -> float:
+        assert shift._worker is not None
+        shift.clock.now += seconds
+        return shift._worker.stalled_s
+
+    life = asyncio.create_task(shift.run())
+    try:
+        for reached, go_on in ((begun, begin), (asked, answer)):
+            await until(reached)
+            assert stalled_after(worker.STEP_S) == 0.0
+            assert stalled_after(1.0) == worker.STEP_S + 1.0, "but not for ever"
+            go_on.set()
+        await until(held)
+        assert stalled_after(7.0) == 7.0
+    finally:
+        for event in (begin, answer, go):
+            event.set()
+        await life
+    assert stalled_after(worker.STEP_S + 1.0) == 0.0
+    assert files_of(shift, "trajectories") == ["w0"]

@@ -150,6 +150,7 @@ def test_a_held_out_row_that_is_trained_on_is_named(tmp_path: Path):
         ("number", "1,000", ["1000", "first 3, then 1e3", "1000.0"], ["1000 and 1", "", "1,00"]),
         ("number", "-2.50", ["x = -2.5"], ["2.5"]),
         ("number", "none", [], ["none", "0"]),
+        ("number", "5", ["value5", "it is .5e1, see page e", "Case5.", "1e2 or 5e"], ["5 of Grade6", "e"]),
     ],
 )
 def test_scorers(scorer: str, answer: str, right: list[str], wrong: list[str]):

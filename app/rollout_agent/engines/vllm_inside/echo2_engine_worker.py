@@ -1,8 +1,9 @@
 """What runs inside each of vLLM's workers: loading a version in place, with an account of what was filled.
 
 Invariant: the answer names every parameter that did not get all of its elements, so that "loaded" is never concluded
-from the absence of an error: vLLM itself only logs a warning for a checkpoint that lacks a layer. Loaded by name inside
-vLLM (`--worker-extension-cls`); it imports nothing of ours.
+from the absence of an error: vLLM itself only logs a warning for a checkpoint that lacks a layer. Of several copies of
+the model (data parallelism) vLLM gives out what the first one's workers answer, and of the others the errors alone: in
+those, such an account is an error. Loaded by name inside vLLM (`--worker-extension-cls`); it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Extension:
         """Fill the model's parameters from a safetensors file with Hugging Face names, in the file's order.
 
         Answers {"read": tensors in the file, "missing": parameters that were not named, "short": layers that did not
-        get all their elements}. Whatever it raises leaves the model unusable.
+        get all their elements}; raises if one of the last two is not empty and nobody will see it. Whatever it raises
+        leaves the model unusable.
         """
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), safe_open(path, framework="pt", device="cpu") as file:
@@ -57,7 +59,14 @@ class Extension:
             getattr(self.model_runner, forget)()
         wanted = {name for name, _ in model.named_parameters()}
         missing = sorted(wanted - named) if named is not None else []
-        return {"read": read, "missing": missing[:20], "short": short[:20]}
+        return account(read, missing, short, copy=self.vllm_config.parallel_config.data_parallel_index)
+
+
+def account(read: int, missing: list[str], short: list[str], *, copy: int) -> dict[str, Any]:
+    """What a worker of one of the model's copies answers. Raises RuntimeError where what is amiss would not be seen."""
+    if copy > 0 and (missing or short):
+        raise RuntimeError(f"copy {copy} of the model is not all of this version: {', '.join([*missing, *short][:5])}")
+    return {"read": read, "missing": missing[:20], "short": short[:20]}
 
 
 def _refresh_twins(model: torch.nn.Module) -> None:

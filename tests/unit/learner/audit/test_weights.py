@@ -11,6 +11,7 @@ from app.learner.audit.scoring import score
 from app.learner.audit.weights import MOST, Versions, audit_device, kept
 from app.learner.lora import add_adapter
 from app.learner.model import load, trained_weights
+from app.learner.parallel.ranks import ALONE, Alone
 from app.learner.sink import RelaySink
 from app.learner.tiny import tiny_model
 from app.protocol.errors import BadInput, LearnerError
@@ -128,9 +129,18 @@ def test_how_many_versions_are_kept(changes, expected: int):
     assert kept(job(**changes)) == expected
 
 
-def test_where_audits_compute():
-    assert audit_device("cpu", spread=False) == CPU
-    assert audit_device("", spread=True) == CPU
+class Two(Alone):
+    """Rank 0 of two."""
+
+    size = 2
+
+
+def test_where_audits_compute(monkeypatch: pytest.MonkeyPatch):
+    assert audit_device("cpu", ALONE) == CPU
     for number in (torch.cuda.device_count(), 63):
         with pytest.raises(BadInput, match="ECHO2_LEARNER_AUDIT_DEVICE"):
-            audit_device(f"cuda:{number}", spread=False)
+            audit_device(f"cuda:{number}", ALONE)
+    for there, alone in ((False, CPU), (True, torch.device("cuda"))):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert audit_device("", Two()) == CPU, "of a model that is spread over several GPUs none has the room for sure"
+        assert audit_device("", ALONE) == alone
