@@ -11,11 +11,12 @@ import logging
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.main import create_app, marketplace_key, state_folder
@@ -146,6 +147,10 @@ async def _alone(settings: Settings) -> None:
         state_folder(settings)
     except OSError as error:
         raise Unavailable(f"ECHO2_STATE_DIR: {settings.state_dir} can't be made: {error.strerror}") from error
+    try:
+        _open_sqlite(settings.database_url)
+    except sqlite3.Error as error:
+        raise Unavailable(f"ECHO2_DATABASE_URL: the database can't be used: {error}") from error
     database = Database(settings.database_url)
     try:
         await database.claim()
@@ -157,6 +162,15 @@ async def _alone(settings: Settings) -> None:
         raise Unavailable(f"ECHO2_DATABASE_URL: the database can't be used: {why}") from error
     finally:
         await database.close()
+
+
+def _open_sqlite(url: str) -> None:
+    """See whether a file is a database, where it is one. Not by the asynchronous driver, whose thread may outlive the
+    loop that it has to tell of a failure. Raises sqlite3.Error."""
+    parts = make_url(url)
+    if parts.get_backend_name() == "sqlite" and parts.database:
+        with closing(sqlite3.connect(parts.database)) as connection:
+            connection.execute("SELECT count(*) FROM sqlite_master")
 
 
 @contextmanager

@@ -280,7 +280,7 @@ async def test_offers_show_every_part_and_whom_they_are_ranked_for(control: Worl
     await control.ready_learner(job_id)
     mine = await control.get("/v1/offers", job_id=job_id)
     assert mine["ranked_for"]["job_id"] == job_id
-    assert f"job {job_id}" in mine["ranked_for"]["text"]
+    assert f"ranked for {job_id}" in mine["ranked_for"]["text"]
 
 
 async def test_a_machine_that_was_taken_early_is_expected_to_be_again(control: World, provider: FakeProvider) -> None:
