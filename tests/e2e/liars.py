@@ -46,14 +46,18 @@ ITEMS = 2
 class Lab:
     """Model and task, shared by all of them: one samples at a time."""
 
-    def __init__(self, task: dict[str, Any], max_tokens: int, snapshots: Path) -> None:
+    def __init__(self, task: dict[str, Any], max_tokens: int, learners: Path) -> None:
         self.loaded = load(tiny_model(CACHE), device=torch.device("cpu"))
         self.first = {n: t.clone() for n, t in trained_weights(self.loaded.model).items()}
         self.task = load_task(TaskSpec.model_validate(task), 0)
         self.max_tokens = max_tokens
-        self.snapshots = snapshots
+        self.snapshots = self._learners = learners
         self.lock = threading.Lock()
         self.generator = torch.Generator().manual_seed(17)
+
+    def follow(self, job_id: str) -> None:
+        """Take the versions from this job's learner."""
+        self.snapshots = self._learners / job_id / "snapshots"
 
     def newest(self) -> int:
         """The newest version that the learner has published."""

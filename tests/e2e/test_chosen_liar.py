@@ -22,12 +22,14 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def test_who_sends_the_best_of_several_answers_is_in_quarantine_and_nobody_else(stage: Stage) -> None:
+    # It takes seconds to load, in which machines would start.
+    lab = Lab(small_job()["task"], 8, stage.state_dir / "learners")
     job_id = stage.submit(
         name="chosen", budget_usd="20.00", safety_factor=10, stop={"steps": 5000}, staleness_budget=4, publish_period=1,
         batch={"prompts": 16, "group_size": 8}, learner={"learning_rate": 1e-4}, fleet={"max_nodes": 4},
         trust={"audit_share": 0, "probation": 0, "each_version": False, "twin_share": 1.0},
     )  # fmt: skip
-    lab = Lab(small_job()["task"], 8, stage.state_dir / "learners" / job_id / "snapshots")
+    lab.follow(job_id)
     street = Street(stage, job_id, lab)
     try:
         street.take_over(HONEST)

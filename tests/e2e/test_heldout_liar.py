@@ -22,12 +22,14 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def test_an_evaluation_by_the_fleet_counts_nothing_that_a_liar_said(stage: Stage) -> None:
+    # It takes seconds to load, in which machines would start.
+    lab = Lab(small_job()["task"], 8, stage.state_dir / "learners")
     job_id = stage.submit(
         name="cheat", budget_usd="20.00", safety_factor=10, stop={"steps": 2000}, staleness_budget=4, publish_period=1,
         batch={"prompts": 8, "group_size": 4}, fleet={"max_nodes": 2},
         learner={"learning_rate": 1e-4, "eval_every": 5, "eval_prompts": 24, "eval_samples": 1},
     )  # fmt: skip
-    lab = Lab(small_job()["task"], 8, stage.state_dir / "learners" / job_id / "snapshots")
+    lab.follow(job_id)
     street = Street(stage, job_id, lab)
     street.take_over(CHEAT)
     liar = street.nodes[CHEAT]

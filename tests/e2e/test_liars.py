@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 FAULTS = {
     "rewards": ("reward",),
     "noise": ("drift",),
-    # At the door, or by an audit before that: the log-probs are those of another prompt's answers.
-    "copies": ("copied", "replayed", "log-probs"),
+    # At the door, or by an audit before that: log-probs and rewards are those of another prompt's answers.
+    "copies": ("copied", "replayed", "log-probs", "reward"),
     "stale": ("log-probs",),
     "version": ("log-probs",),
 }
@@ -81,11 +81,13 @@ def quarantined(stage: Stage, job_id: str) -> dict[str, dict[str, Any]]:
 
 
 def test_each_liar_is_in_quarantine_before_it_was_trained_on(stage: Stage) -> None:
+    # It takes seconds to load, in which machines would start.
+    lab = Lab(small_job()["task"], 8, stage.state_dir / "learners")
     job_id = stage.submit(
         name="liars", budget_usd="20.00", safety_factor=10, stop={"steps": 2000}, staleness_budget=4, publish_period=1,
         batch={"prompts": 30, "group_size": 8}, learner={"learning_rate": 1e-3}, fleet={"max_nodes": 4},
     )  # fmt: skip
-    lab = Lab(small_job()["task"], 8, stage.state_dir / "learners" / job_id / "snapshots")
+    lab.follow(job_id)
     street = Street(stage, job_id, lab)
     with ExitStack() as ends:
         ends.callback(lambda: [node.close() for node in street.nodes.values()])
