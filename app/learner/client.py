@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from app.loopback import PAST_PROXIES_SYNC
+from app.loopback import PAST_PROXIES
 from app.protocol import errors
 from app.protocol.audits import AuditAnswer, AuditReport
 from app.protocol.errors import EchoError, FieldError, LearnerError, Malformed, Unavailable
@@ -89,7 +89,7 @@ class ControlClient:
             headers={"Authorization": f"Bearer {token}"},
             timeout=_TIMEOUT,
             transport=transport,
-            mounts=None if transport is not None else PAST_PROXIES_SYNC,
+            mounts=None if transport is not None else PAST_PROXIES,
         )
         self._patience_s = patience_s
         self._clock = clock

@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 
 import httpx
 
-from app.loopback import PAST_PROXIES
 from app.open_files import allow_open_files
 from app.protocol.errors import EchoError
 from app.protocol.startup import MachineFacts
@@ -58,7 +57,7 @@ def run_agent() -> int:
 
 async def _run(settings: AgentSettings, engine: Engine | StreamEngine, facts: MachineFacts, on_gpu: bool) -> Ending:
     notices = source_of(settings.notices, os.environ)
-    async with httpx.AsyncClient(mounts=PAST_PROXIES) as http, AsyncExitStack() as stack:
+    async with httpx.AsyncClient() as http, AsyncExitStack() as stack:
         if notices is not None:
             stack.push_async_callback(notices.aclose)
         agent = Agent(

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from app.loopback import PAST_PROXIES
 from app.protocol.errors import EchoError
 from app.protocol.node import Directives, Heartbeat, Interruption, JoinAnswer, NodeState
 from app.protocol.startup import StartPhase, StartProgress
@@ -77,7 +76,7 @@ class Node:
         self._engine_pool = ThreadPoolExecutor(1, "engine")
         self._host = make_host(engine, self._folder / "model", self._engine_pool)
         self._score_pool = ThreadPoolExecutor(score_threads(joined.task), "score")
-        self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT, mounts=PAST_PROXIES)
+        self._pull_http = httpx.AsyncClient(timeout=PULL_TIMEOUT)
         self._ledger = WorkLedger(clock)
         self._faults = Faults(client, self._ledger)
         self._hub = Hub(settings.hf_endpoint, self._faults.hub_failed)
