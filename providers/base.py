@@ -119,6 +119,8 @@ class Caps:
     """How interruptible machines are paid here: what to search for where `spot` is True."""
     release_each_s: float = 0.0
     """Seconds between two destroy calls, where they have to go one after the other."""
+    pools: bool = False
+    """Whether an offer is a pool, a kind of machine in a place, of which any number may be had, and not one machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,9 +208,12 @@ class Accounts:
         self, session: AsyncSession, leases: list[Lease], bids: Mapping[str, int], cap: int
     ) -> Exposure:
         spent = Lease.spent_gpu + Lease.spent_disk + Lease.spent_download + Lease.spent_upload
-        before = await session.scalar(select(func.sum(spent)).where(Lease.state.not_in(OPEN_STATES)))
-        now, wind_down = self.core.clock(), self.core.wind_down_s(leases)
-        found = money.exposure_of(leases, now, budget=cap, before=int(before or 0), wind_down_s=wind_down)
+        now, wind_down, closed = self.core.clock(), self.core.wind_down_s(leases), Lease.state.not_in(OPEN_STATES)
+        before = int(await session.scalar(select(func.sum(spent)).where(closed)) or 0)
+        late = (Lease.image_micros > 0) & (Lease.ended_at > now - money.BILL_LATE_S)
+        awaited = list(await session.scalars(select(Lease).where(closed, late)))
+        before -= money.total_spent(awaited, now)
+        found = money.exposure_of([*leases, *awaited], now, budget=cap, before=before, wind_down_s=wind_down)
         return replace(found, pending_micros_h=found.pending_micros_h + money.promised(leases, bids))
 
     def hold(self, session: AsyncSession, job_id: str, why: str) -> None:

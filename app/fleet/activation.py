@@ -104,12 +104,15 @@ def decide(
 
     `slots` is the most machines that the job may have at once, those running included. The price of an outbid or
     endangered lease is what keeping it would cost. The endangered competes with the market at that price; the outbid
-    stays as long as that is less than what would replace it and the switch together (`bids.limit`).
+    stays as long as that is less than what would replace it and the switch together (`bids.limit`). A machine is rented
+    once, of a pool several; none of one that an endangered lease is from.
     """
     if len(running) > max(0, slots):
         return Decision(release=_excess(running, max(0, slots)))
     used = {r.candidate.machine for r in running}
-    market = [o for o in offers if o.machine not in used]
+    # Where one machine may be taken away, the next would be as well.
+    shaken = {r.candidate.machine for r in running if r.endangered}
+    market = [o for o in offers if o.machine not in used and o.pool not in shaken]
     free = slots - len(running)
     limits = {r.candidate.key: _worth(r, market, max(1, free), policy) for r in running if r.outbid and not r.ending}
     held = [_judged(r, limits) for r in running]

@@ -24,7 +24,8 @@ class Exposure:
     wind_down_s: float = 120.0
     """How long it takes to checkpoint, drain and give everything back."""
     unseen: int = 0
-    """What leases may have cost since they were asked for, of which no listing told yet."""
+    """What leases may have cost of which nothing told yet: since they were asked for, and for what their start
+    downloads."""
 
     @property
     def wind_down(self) -> int:
@@ -42,11 +43,11 @@ class Exposure:
         return self.budget - self.committed
 
 
-def can_rent(exposure: Exposure, price_micros_h: int, minimum_s: float) -> bool:
-    """Whether one more lease at this price can run for `minimum_s`, beside the others, and be wound down within the
-    promise: else the last dollars would buy a machine that ends the job at once."""
+def can_rent(exposure: Exposure, price_micros_h: int, minimum_s: float, once: int = 0) -> bool:
+    """Whether one more lease at this price can start for `once`, run for `minimum_s`, beside the others, and be wound
+    down within the promise: else the last dollars would buy a machine that ends the job at once."""
     others = exposure.burn_micros_h + exposure.pending_micros_h
-    cost = price_micros_h * (minimum_s + exposure.wind_down_s) + others * minimum_s
+    cost = price_micros_h * (minimum_s + exposure.wind_down_s) + others * minimum_s + once * 3600
     return cost <= exposure.remaining * 3600
 
 

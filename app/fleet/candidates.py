@@ -25,6 +25,8 @@ class Candidate:
     """Its price over the last hour or so, where that is known: what a swing of the moment says nothing about."""
     start_s: float = 0.0
     """From renting it to its first rollout, seconds; 0 for one that runs."""
+    pool: str = ""
+    """The pool that it would come from, named as the machine of a lease from there; empty for a machine of its own."""
 
     @property
     def rho(self) -> float:
@@ -33,9 +35,13 @@ class Candidate:
 
 
 def band(
-    price: NDArray[np.float64] | NDArray[np.int64], mu: NDArray[np.float64], machines: Sequence[str], depth: int
+    price: NDArray[np.float64] | NDArray[np.int64],
+    mu: NDArray[np.float64],
+    machines: Sequence[str],
+    depth: int,
+    pools: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.bool_]:
-    """Which offers can be in a cheapest set of up to `depth` machines.
+    """Which offers can be in a cheapest set of up to `depth` machines. Of the `pools` among them any number can.
 
     One beside which `depth` other machines cost no more and do no less can't: one of those is free to take its place.
     """
@@ -52,7 +58,8 @@ def band(
         if machines[at] in seen:
             continue
         seen.add(machines[at])
-        (heapq.heappush if len(best) < depth else heapq.heappushpop)(best, rate)
+        for _ in range(1 if pools is None or not pools[at] else depth):
+            (heapq.heappush if len(best) < depth else heapq.heappushpop)(best, rate)
     return kept
 
 

@@ -18,3 +18,7 @@ class Choice:
     mu: float
     start_micros_h: int = 0
     """The part of it that the start costs."""
+    image_micros: int = 0
+    """What its image costs to download."""
+    model_micros: int = 0
+    """The same of the model."""

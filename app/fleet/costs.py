@@ -65,7 +65,8 @@ class Costs:
         steps = sorted(await session.scalars(recent), key=lambda s: s.step)
         course = forecast.Course(
             now=self.core.clock(),
-            spent=exposure.spent + exposure.unseen,
+            # Of a job that is over, what a bill may still bring is no forecast.
+            spent=exposure.spent + (0 if job.finished_at is not None else exposure.unseen),
             burn_micros_h=exposure.burn_micros_h + exposure.pending_micros_h,
             wind_down=exposure.wind_down,
             budget=job.budget_micros,

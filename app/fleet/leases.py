@@ -134,6 +134,8 @@ class Leases:
             market_micros_h=offer.compute_micros_h,
             agreed_micros_h=0 if offer.billing is Billing.SPOT_MARKET else choice.rate_micros_h,
             start_micros_h=choice.start_micros_h,
+            image_micros=choice.image_micros,
+            model_micros=choice.model_micros,
             host_ends_at=None if offer.max_duration_s is None else now + offer.max_duration_s,
             disk_gb=job.spec["fleet"]["disk_gb"],
             disk_micros_gb_month=offer.disk_micros_gb_month,
@@ -284,11 +286,13 @@ class Leases:
         """Leave the machine (or all that `key` stands for) alone for `s` seconds; each further failure doubles it."""
         key = key or lease.machine_id
         row = await session.get(Cooldown, (lease.provider, key))
-        count = bids.troubles(row.count, row.until, self.core.clock()) if row else 1
-        until = self.core.clock() + bids.cooldown_s(count, s)
+        now = self.core.clock()
+        # What comes while it is left alone was begun before: several machines of a pool, refused in one go.
+        count = 1 if row is None else row.count if now < row.until else bids.troubles(row.count, row.until, now)
+        until = now + bids.cooldown_s(count, s)
         if row is None:
             session.add(
                 Cooldown(provider=lease.provider, machine_id=key, until=until, count=count, reason=reason[:500])
             )
         else:
-            row.until, row.count, row.reason = until, count, reason[:500]
+            row.until, row.count, row.reason = max(row.until, until), count, reason[:500]

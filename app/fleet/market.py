@@ -203,17 +203,19 @@ class Market:
         return {name: shelf.trouble for (name, _), shelf in self._shelves.items() if shelf.trouble}
 
     def forget(self, offer: Offer) -> None:
-        """Take an offer off the shelf: it was just rented, or refused."""
+        """Take an offer off the shelf: it was just rented. A pool stays there."""
         shelf = self._shelves.get((offer.provider, offer.billing))
-        if shelf is not None:
+        if shelf is not None and not self.core.providers[offer.provider].caps.pools:
             shelf.offers = [o for o in shelf.offers if o.machine_id != offer.machine_id]
 
     async def informed(self, session: AsyncSession, view: JobView) -> JobView:
-        """A job's view with what was seen of machines' lives, and what they have to download at each provider."""
+        """A job's view with what was seen of machines' lives, and of each provider what machines have to download there
+        and whether its offers are pools."""
         image = self.core.settings.agent_image_gb * 1e9
         images = {name: image for name, p in self.core.providers.items() if p.caps.pulls_image}
         known = await lives.read(session, view.spec.fleet.interruptible, self.core.clock())
-        return replace(view, lives=known, image_bytes=images)
+        pools = frozenset(name for name, p in self.core.providers.items() if p.caps.pools)
+        return replace(view, lives=known, image_bytes=images, pools=pools)
 
     async def ranked(self, session: AsyncSession, view: JobView) -> Ranking:
         """All offers of the job's providers by ρ, those that it may not rent at the end."""

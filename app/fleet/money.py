@@ -21,6 +21,8 @@ from app.protocol.job import JobStatus
 from app.storage.models import Job, Lease, LeaseState, LedgerEntry
 
 KINDS = ("gpu", "disk", "download", "upload")
+BILL_LATE_S = 6 * 3600.0
+"""So long after a lease's end its provider's bill may still bring what its start downloaded."""
 CLOSE_EVERY_S = 60.0
 """Entries are closed at least this often; more often only when the rate changes or the lease ends."""
 
@@ -47,6 +49,8 @@ class Costed(Protocol):
     download_bytes: int
     download_billed: int
     download_carry: int
+    image_micros: int
+    model_micros: int
     upload_micros_gb: int
     upload_bytes: int
     upload_billed: int
@@ -133,6 +137,7 @@ def settle(session: AsyncSession, lease: Lease, billed: Mapping[str, int], metri
     Entries that are there stay as they are; a difference may be negative.
     """
     at = lease.ended_at if lease.ended_at is not None else lease.created_at
+    lease.image_micros = lease.model_micros = 0
     for kind, amount in spent(lease, at).items():
         difference = billed.get(kind, 0) - amount
         if difference == 0:
@@ -205,7 +210,7 @@ def exposure_of(leases: Sequence[Costed], now: float, *, budget: int, wind_down_
         burn_micros_h=sum(x.effective_micros_h for x in live if x.state not in unclear),
         pending_micros_h=sum(x.effective_micros_h for x in live if x.state in unclear),
         wind_down_s=wind_down_s,
-        unseen=sum(_unseen(x, now) for x in live),
+        unseen=sum(_unseen(x, now) for x in live) + sum(start_unseen(x, now) for x in leases),
     )
 
 
@@ -230,6 +235,17 @@ def _unseen(lease: Costed, now: float) -> int:
     if lease.exists_since is None:
         return round(lease.effective_micros_h * hours)
     return round(lease.rate_micros_h * hours) if lease.gpu_since is None else 0
+
+
+def start_unseen(lease: Costed, now: float) -> int:
+    """What its start may have cost in downloads beyond those that we know of: its node counts the model's, but was not
+    there yet for the image's. The bill will tell, if it does so in time."""
+    late = lease.ended_at is not None and now - lease.ended_at >= BILL_LATE_S
+    if late or not lease.image_micros + lease.model_micros or lease.state == LeaseState.REFUSED:
+        return 0
+    # After its end no model comes any more.
+    model = max(0, lease.model_micros - spent(lease, now)["download"]) if lease.ended_at is None else 0
+    return lease.image_micros + model
 
 
 async def close_due(session: AsyncSession, now: float, metrics: Metrics) -> None:

@@ -34,6 +34,8 @@ class JobView:
     """The same by provider, for those whose machines pull an image."""
     lives: Lives | None = None
     """What was seen of machines; None: only the guess."""
+    pools: frozenset[str] = frozenset()
+    """Providers whose offers are pools, of which more than one machine may be rented."""
 
     @property
     def cap(self) -> int | None:

@@ -51,6 +51,10 @@ class Effective:
     """The part of all that is paid once in its life and spread over it: start-up, image, model."""
     start_s: float = 0.0
     """From renting to its first rollout, image and model over its link included."""
+    start_download: int = 0
+    """What image and model cost to download, micro-dollars once in its life."""
+    image_download: int = 0
+    """The image's part of that."""
 
     @property
     def traffic(self) -> int:
@@ -75,6 +79,8 @@ class Offered:
     life_h: Floats
     start_bytes: Floats
     """Image and model."""
+    image_bytes: Floats
+    """Of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +96,15 @@ class Parts:
     once: Ints
     life_h: Floats
     start_s: Floats
+    start_download: Ints
+    """Micro-dollars, not per hour."""
+    image_download: Ints
 
     def __getitem__(self, row: int) -> Effective:
         return Effective(
             int(self.compute[row]), int(self.disk[row]), int(self.download[row]), int(self.upload[row]),
             int(self.startup[row]), float(self.life_h[row]), int(self.once[row]), float(self.start_s[row]),
+            int(self.start_download[row]), int(self.image_download[row]),
         )  # fmt: skip
 
 
@@ -113,8 +123,11 @@ def effective_prices(offers: Offered, *, disk_gb: float, traffic: Traffic, setup
     upload = np.rint(traffic.up_bytes_h * offers.upload_gb / 1e9).astype(np.int64)
     startup = np.rint((compute + disk) * (start_s / 3600 / life)).astype(np.int64)
     total = compute + disk + download + upload + startup
-    once = startup + np.rint(offers.start_bytes / life * offers.download_gb / 1e9).astype(np.int64)
-    return Parts(compute, disk, download, upload, startup, total, once, offers.life_h, start_s)
+    start_download = offers.start_bytes * offers.download_gb / 1e9
+    once = startup + np.rint(start_download / life).astype(np.int64)
+    image = np.ceil(offers.image_bytes * offers.download_gb / 1e9).astype(np.int64)
+    whole = np.maximum(image, np.ceil(start_download).astype(np.int64))
+    return Parts(compute, disk, download, upload, startup, total, once, offers.life_h, start_s, whole, image)
 
 
 def start_s(setup_s: float, start_bytes: float, down_mbps: float) -> float:
@@ -134,9 +147,13 @@ def effective_price(
     life_h: float,
     down_mbps: float = 1000.0,
     start_bytes: float = 0.0,
+    image_bytes: float = 0.0,
 ) -> Effective:
     """One machine's price; see `effective_prices`."""
-    row = (compute_micros_h, disk_micros_gb_month, download_micros_gb, upload_micros_gb, down_mbps, life_h, start_bytes)
+    row = (
+        compute_micros_h, disk_micros_gb_month, download_micros_gb, upload_micros_gb, down_mbps, life_h, start_bytes,
+        image_bytes,
+    )  # fmt: skip
     offered = Offered(*(np.array([value], dtype=np.float64) for value in row))
     return effective_prices(offered, disk_gb=disk_gb, traffic=traffic, setup_s=setup_s)[0]
 

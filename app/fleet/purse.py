@@ -52,8 +52,8 @@ class Room:
         burn = self.burns.get(provider, 0)
         return provider in self.credit and burn > 0 and self.credit[provider] * 3600 <= burn * margin_s
 
-    def why_not(self, provider: str, price_micros_h: int) -> str:
-        """Why one more lease at this price can't be; empty if it can."""
+    def why_not(self, provider: str, price_micros_h: int, once: int = 0) -> str:
+        """Why one more lease at this price, and `once` for what its start downloads, can't be; empty if it can."""
         if provider in self.closed:
             return f"{provider}: {self.closed[provider]}"
         if self.per_hour is not None and self.burn + price_micros_h > self.per_hour:
@@ -61,10 +61,11 @@ class Room:
                 f"max_usd_per_hour {usd(self.per_hour)}: ${usd(self.burn)}/h are rented and ${usd(price_micros_h)}/h "
                 "would come on top"
             )
-        if self.exposure is not None and not can_rent(self.exposure, price_micros_h, self.minimum_s):
+        if self.exposure is not None and not can_rent(self.exposure, price_micros_h, self.minimum_s, once):
             return (
                 f"max_usd_total {usd(self.exposure.budget)}: ${usd(max(0, self.exposure.remaining))} are not committed"
                 f", too little for a machine at ${usd(price_micros_h)}/h"
+                + (f" whose start downloads for ${usd(once)}" if once else "")
             )
         if provider in self.credit and self._short(provider, price_micros_h):
             return (
@@ -73,12 +74,12 @@ class Room:
             )
         return ""
 
-    def plus(self, provider: str, price_micros_h: int) -> Room:
+    def plus(self, provider: str, price_micros_h: int, once: int = 0) -> Room:
         """The room that is left beside one more lease."""
         burns = {**self.burns, provider: self.burns.get(provider, 0) + price_micros_h}
         held = self.exposure
         if held is not None:
-            held = replace(held, pending_micros_h=held.pending_micros_h + price_micros_h)
+            held = replace(held, pending_micros_h=held.pending_micros_h + price_micros_h, unseen=held.unseen + once)
         return replace(self, burns=burns, exposure=held, staying_micros_h=self.staying_micros_h + price_micros_h)
 
     def used_up(self, margin_s: float) -> bool:

@@ -111,22 +111,27 @@ class Ranking(Sequence[Priced]):
         table, rows = self._table, self._affordable(allows)
         price, mu = table.parts.total[rows], np.minimum(table.mu[rows], most)
         lasting = np.fmax(price, table.lasting[rows])
-        names = [f"{o.provider}:{o.machine_id}" for o in (table.offers[row] for row in rows.tolist())]
-        kept = band(price, mu, names, slots)
+        offered = [table.offers[row] for row in rows.tolist()]
+        pools = np.array([o.provider in table.view.pools for o in offered], dtype=bool)
+        # What a pool is asked for besides, such as the number of cards, makes it another one.
+        names = [
+            f"{o.provider}:{o.offer_id if pooled else o.machine_id}"
+            for o, pooled in zip(offered, pools.tolist(), strict=True)
+        ]
+        kept = band(price, mu, names, slots, pools)
         if not np.array_equal(price, lasting):
-            kept |= band(lasting, mu, names, slots)
+            kept |= band(lasting, mu, names, slots, pools)
         out = []
         for at in np.flatnonzero(kept).tolist():
-            row = int(rows[at])
-            offer, usual = table.offers[row], float(table.lasting[row])
-            key = f"{offer.provider}:{offer.offer_id}"
-            self._rows[key] = row
-            out.append(
-                Candidate(
-                    key, names[at], int(price[at]), float(mu[at]), None if usual != usual else round(usual),
-                    float(table.parts.start_s[row]),
-                )
+            row, usual = int(rows[at]), float(table.lasting[rows[at]])
+            one = Candidate(
+                f"{offered[at].provider}:{offered[at].offer_id}", names[at], int(price[at]), float(mu[at]),
+                None if usual != usual else round(usual), float(table.parts.start_s[row]),
             )  # fmt: skip
+            machine = f"{offered[at].provider}:{offered[at].machine_id}"
+            for made in _each_of(one, machine, slots) if pools[at] else (one,):
+                self._rows[made.key] = row
+                out.append(made)
         return out
 
     def of(self, key: str, worth: int | None = None) -> Priced:
@@ -179,7 +184,14 @@ def rank(offers: Sequence[Offer], view: JobView, known: Known | None = None) -> 
     wished = np.rint(floor * bids.MARGIN)
     rate = np.where(spot, np.where(floor > ceiling, wished, np.minimum(wished, ceiling)), floor)
     offered = pricing.Offered(
-        rate, facts[:, 1], facts[:, 2], facts[:, 3], facts[:, 4], np.minimum(life, ends_s / 3600), of_kind[:, 2]
+        rate,
+        facts[:, 1],
+        facts[:, 2],
+        facts[:, 3],
+        facts[:, 4],
+        np.minimum(life, ends_s / 3600),
+        of_kind[:, 2],
+        of_kind[:, 4],
     )
     fleet = view.spec.fleet
     parts = pricing.effective_prices(offered, disk_gb=fleet.disk_gb, traffic=view.traffic, setup_s=view.setup_s)
@@ -217,16 +229,24 @@ def lead_s(start_s: float) -> float:
 
 
 def _by_kind(kinds: Sequence[tuple[str, str, int]], view: JobView, guesses: Sequence[Estimate]) -> NDArray[np.float64]:
-    """μ, life, bytes to start, and whether the job's `gpu_names` leave it out, for each kind of machine."""
+    """μ, life, bytes to start, whether the job's `gpu_names` leave it out, and bytes of the image, for each kind of
+    machine."""
     named = {name.replace("_", " ") for name in view.spec.fleet.gpu_names}
     rows = [
         (
             guess.mu, view.life_h(provider, gpu), view.start_bytes(provider),
-            float(bool(named) and gpu.replace("_", " ") not in named),
+            float(bool(named) and gpu.replace("_", " ") not in named), view.image_bytes.get(provider, 0.0),
         )
         for (provider, gpu, _), guess in zip(kinds, guesses, strict=True)
     ]  # fmt: skip
-    return np.array(rows, dtype=np.float64).reshape(len(rows), 4)
+    return np.array(rows, dtype=np.float64).reshape(len(rows), 5)
+
+
+def _each_of(pool: Candidate, machine: str, count: int) -> list[Candidate]:
+    """So many machines of a pool. `machine`: how their leases name it."""
+    return [
+        replace(pool, key=f"{pool.key}#{n}", machine=f"{pool.machine}#{n}", pool=machine) for n in range(1, count + 1)
+    ]
 
 
 def _column(given: Mapping[int, float], count: int, default: float) -> pricing.Floats:

@@ -54,14 +54,14 @@ class Spending:
             if not self._pays(exposure, p):
                 dear = _too_little(exposure, p)
                 break
-            if room.why_not(p.offer.provider, p.price.total):
+            if _why_not(room, p):
                 continue
-            exposure, room = _plus(exposure, p), room.plus(p.offer.provider, p.price.total)
+            exposure, room = _plus(exposure, p), _with(room, p)
             choices.append(_choice(p))
         if dear and not choices and not seen.usable:
-            fit = (p for p in others if self._pays(exposure, p) and not room.why_not(p.offer.provider, p.price.total))
+            fit = (p for p in others if self._pays(exposure, p) and not _why_not(room, p))
             if (one := next(fit, None)) is not None:
-                room, choices, dear = room.plus(one.offer.provider, one.price.total), [_choice(one)], ""
+                room, choices, dear = _with(room, one), [_choice(one)], ""
         if choices:
             self._told.discard(seen.job.id)
         if dear and seen.job.id not in self._told:
@@ -70,7 +70,8 @@ class Spending:
         return choices, room
 
     def _pays(self, exposure: budget.Exposure, p: Priced) -> bool:
-        return budget.can_rent(exposure, p.price.total, self.core.settings.min_lease_seconds)
+        least_s = self.core.settings.min_lease_seconds
+        return budget.can_rent(exposure, p.price.total, least_s, p.price.start_download)
 
     def spare(self, seen: Seen, sent: Mapping[str, int]) -> int:
         """By how much the job's budget lets the rates of its machines rise together beyond those that were `sent`,
@@ -88,11 +89,16 @@ class Spending:
         short: bool,
     ) -> None:  # fmt: skip
         """Tell once that caps or credit keep a job short of nodes, and once that they don't any more."""
-        chosen = {(c.offer.provider, c.offer.offer_id) for c in choices}
+        # Of a pool there is always more.
+        chosen = {
+            (c.offer.provider, c.offer.offer_id)
+            for c in choices
+            if not self.core.providers[c.offer.provider].caps.pools
+        }
         first = ""
         for p in wanted if short else ():
             if (p.offer.provider, p.offer.offer_id) not in chosen:
-                why = left.why_not(p.offer.provider, p.price.total)
+                why = _why_not(left, p)
                 # An offer that could be had means that something else is waited for.
                 first = (first or why) if why else ""
                 if not why:
@@ -107,7 +113,8 @@ class Spending:
         cheapest = min(offers, key=lambda p: p.price.total)
         if self._pays(exposure, cheapest):
             return
-        need = cheapest.price.total * (settings.min_lease_seconds + settings.wind_down_seconds) / 3600
+        hours = (settings.min_lease_seconds + settings.wind_down_seconds) / 3600
+        need = cheapest.price.total * hours + cheapest.price.start_download
         reason = (
             f"the budget can't pay a node: ${usd(max(0, exposure.remaining))} is left, and "
             f"{cheapest.offer.gpu_name} needs "
@@ -157,18 +164,34 @@ class Spending:
 
 
 def _choice(p: Priced) -> Choice:
-    return Choice(p.offer, p.rate_micros_h, p.price.total, p.mu, p.price.once)
+    price = p.price
+    model = price.start_download - price.image_download
+    return Choice(p.offer, p.rate_micros_h, price.total, p.mu, price.once, price.image_download, model)
+
+
+def _why_not(room: Room, p: Priced) -> str:
+    return room.why_not(p.offer.provider, p.price.total, p.price.start_download)
+
+
+def _with(room: Room, p: Priced) -> Room:
+    """The room beside that machine."""
+    return room.plus(p.offer.provider, p.price.total, p.price.start_download)
 
 
 def _plus(exposure: budget.Exposure, p: Priced) -> budget.Exposure:
     """With that machine rented."""
-    return replace(exposure, pending_micros_h=exposure.pending_micros_h + p.price.total)
+    return replace(
+        exposure,
+        pending_micros_h=exposure.pending_micros_h + p.price.total,
+        unseen=exposure.unseen + p.price.start_download,
+    )
 
 
 def _too_little(exposure: budget.Exposure, p: Priced) -> str:
     return (
         f"renting stops: ${usd(max(0, exposure.remaining))} of the budget are not committed, too little for "
         f"{p.offer.gpu_name} at ${usd(p.price.total)}/h"
+        + (f" and ${usd(p.price.start_download)} for what its start downloads" if p.price.start_download else "")
     )
 
 

@@ -27,6 +27,7 @@ COUNTED = (
     Lease.gpu_since, Lease.gpu_running, Lease.gpu_until, Lease.gpu_carry, Lease.spent_gpu,
     Lease.disk_until, Lease.disk_gb, Lease.disk_micros_gb_month, Lease.disk_carry, Lease.spent_disk,
     Lease.download_micros_gb, Lease.download_bytes, Lease.download_billed, Lease.download_carry, Lease.spent_download,
+    Lease.image_micros, Lease.model_micros,
     Lease.upload_micros_gb, Lease.upload_bytes, Lease.upload_billed, Lease.upload_carry, Lease.spent_upload,
 )  # fmt: skip
 BILLED = (
@@ -46,7 +47,7 @@ class Tally:
     rows: Sequence[Mapping[str, Any]]
     """Leases that came to exist, oldest first, in the contract's words."""
     live: Mapping[str, Sequence[money.Costed]]
-    """Job → its leases that may cost more yet."""
+    """Job → its leases that may cost more yet, or whose bill may."""
     over: Mapping[str, int]
     """Job → what its other leases cost."""
 
@@ -76,7 +77,7 @@ def tally(leases: Iterable[Any], now: float) -> Tally:
             by_kind[kind] += amount
             total += amount
         by_provider[lease.provider] = by_provider.get(lease.provider, 0) + total
-        if lease.state in OPEN and lease.ended_at is None:
+        if (lease.state in OPEN and lease.ended_at is None) or money.start_unseen(lease, now):
             live.setdefault(lease.job_id, []).append(cast(money.Costed, lease))
         else:
             over[lease.job_id] = over.get(lease.job_id, 0) + total

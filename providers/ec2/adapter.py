@@ -84,7 +84,7 @@ class EC2Spot:
         """Spot at the price in force, no bids, two minutes' notice, idempotent creates, billed afterwards."""
         return Caps(
             spot=True, change_bid=False, bandwidth_billed=True, idempotency_key=True, notice_s=events.WARNING_S,
-            list_page=PAGE, prepaid=False, pulls_image=False, spot_billing=Billing.SPOT_MARKET,
+            list_page=PAGE, prepaid=False, pulls_image=False, spot_billing=Billing.SPOT_MARKET, pools=True,
         )  # fmt: skip
 
     def _report(self, call: str, outcome: str) -> None:

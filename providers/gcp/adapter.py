@@ -105,6 +105,7 @@ class Gcp:
             prepaid=False,
             pulls_image=False,
             spot_billing=Billing.SPOT_MARKET,
+            pools=True,
         )
 
     def _report(self, call: str, outcome: str) -> None:

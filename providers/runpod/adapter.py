@@ -90,7 +90,7 @@ class RunPod:
     @property
     def caps(self) -> Caps:
         """On demand only, traffic is free. The account is prepaid, but API v2 does not tell what is left."""
-        return Caps(spot=False, change_bid=False, bandwidth_billed=False, prepaid=False)
+        return Caps(spot=False, change_bid=False, bandwidth_billed=False, prepaid=False, pools=True)
 
     def _malformed(self, message: str, answer: Any) -> MalformedAnswer:
         return MalformedAnswer(message, provider=self._name, raw=redact(json.dumps(answer, default=str)))

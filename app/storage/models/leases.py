@@ -75,6 +75,10 @@ class Lease(Base):
     """When its host ends the contract, by the provider's word."""
     start_micros_h: Mapped[int] = mapped_column(default=0)
     """The part of the effective price that its start cost: spent once it works."""
+    image_micros: Mapped[int] = mapped_column(default=0)
+    """What the download of its image may cost, which its node can't count; 0 once its bill is known."""
+    model_micros: Mapped[int] = mapped_column(default=0)
+    """The same of the model, which its node counts."""
     disk_gb: Mapped[float]
     disk_micros_gb_month: Mapped[int]
     upload_micros_gb: Mapped[int]

@@ -101,6 +101,9 @@ class FakeProvider:
     machines: list[Machine]
     name: str = "marketplace"
     spot: bool = False
+    pools: bool = False
+    """Each of `machines` is a pool, of which there is always one more; its interruptible ones take no bid."""
+    download_micros_gb: int = 1_000
     boot_s: float = 0.0
     listing_lag_s: float = 0.0
     outcomes: deque[Outcome] = field(default_factory=deque)
@@ -138,7 +141,10 @@ class FakeProvider:
     @property
     def caps(self) -> Caps:
         """Bids only in spot mode."""
-        return Caps(spot=self.spot, change_bid=self.spot, bandwidth_billed=True)
+        return Caps(
+            spot=self.spot, change_bid=self.spot, bandwidth_billed=True, pools=self.pools,
+            spot_billing=Billing.SPOT_MARKET if self.pools else Billing.SPOT_BID,
+        )  # fmt: skip
 
     # What tests do to it
 
@@ -189,7 +195,7 @@ class FakeProvider:
         """Machines that nobody has."""
         if self.search_error is not None:
             raise self.search_error
-        taken = {r.machine.machine_id for r in self.live()}
+        taken = set() if self.pools else {r.machine.machine_id for r in self.live()}
         now = datetime.fromtimestamp(self.clock(), UTC)
         factor = self.on_demand_factor if self.spot and query.billing is Billing.ON_DEMAND else 1.0
         return [
@@ -204,7 +210,7 @@ class FakeProvider:
                 compute_micros_h=round(m.price_micros_h * factor),
                 disk_micros_gb_month=DISK_MICROS_GB_MONTH,
                 upload_micros_gb=2_000,
-                download_micros_gb=1_000,
+                download_micros_gb=self.download_micros_gb,
                 up_mbps=500.0,
                 down_mbps=m.down_mbps,
                 reliability=m.reliability,

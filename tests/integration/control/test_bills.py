@@ -275,3 +275,28 @@ async def test_a_destroy_call_whose_answer_was_lost_is_not_charged_for_in_the_en
         assert sum(e.micros for e in await control.ledger()) == pytest.approx(true, abs=10)
         (row,) = (await control.get(f"/v1/jobs/{job_id}/cost"))["leases"]
         assert row["provider_bill_final"] is True
+
+
+async def test_what_a_start_downloads_is_committed_until_the_bill_tells(
+    open_world: Opener, provider: FakeProvider
+) -> None:
+    provider.bill_factor, provider.bill_lag_s = 1.0, 1800.0
+    async with open_world(agent_image_gb=400.0, max_usd_total="20", charges_seconds=60) as control:
+        job_id = await control.create()
+        learner, nodes = await control.running(job_id)
+        (lease,) = await control.leases()
+        assert lease.image_micros == 400_000, "400 GB at $0.001"
+        await ended(control, job_id, learner, nodes)
+
+        async def kept() -> set[int]:
+            job, cost = await control.job(job_id), await control.get(f"/v1/jobs/{job_id}/cost")
+            caps = (await control.get("/v1/fleet"))["caps"]
+            spent = micros(cost["spent_usd"])
+            sums = (job["cost"]["committed_usd"], cost["committed_usd"], caps["committed_usd"])
+            return {micros(total) - spent for total in sums}
+
+        assert await kept() == {400_000}, "the same wherever it is shown"
+        await control.rounds(30, 100)
+        (row,) = (await control.get(f"/v1/jobs/{job_id}/cost"))["leases"]
+        assert row["provider_bill_final"] is True
+        assert await kept() == {0}

@@ -97,6 +97,7 @@ async def test_interrupted_machine_is_not_billed_for_its_gpu_while_it_stands(
 
 async def test_tiny_budget_fails_the_job_without_renting(control: World, provider: FakeProvider) -> None:
     provider.machines.insert(0, Machine("big", 8_000_000, gpu_name="H100 SXM"))
+    provider.download_micros_gb = 0
     job_id = await control.create(budget_usd="0.01")
     learner = await control.ready_learner(job_id)
     for _ in range(3):
@@ -115,6 +116,7 @@ async def test_tiny_budget_fails_the_job_without_renting(control: World, provide
 async def test_a_budget_that_pays_for_one_machine_rents_one_and_says_so_once(
     control: World, provider: FakeProvider
 ) -> None:
+    provider.download_micros_gb = 0
     job_id = await control.create(budget_usd="0.03")
     learner = await control.ready_learner(job_id, nodes=2)
     for _ in range(3):
@@ -123,7 +125,7 @@ async def test_a_budget_that_pays_for_one_machine_rents_one_and_says_so_once(
     assert provider.live_machines() == ["m1"]
     (told,) = [e for e in await control.events(job_id) if e.kind == "budget_holds"]
     assert told.message.startswith("renting stops: $0.019")
-    assert "of the budget are not committed, too little for RTX 4090 at $0.41" in told.message
+    assert "of the budget are not committed, too little for RTX 4090 at $0.40" in told.message
     await control.http.patch(f"/v1/jobs/{job_id}", json={"budget_usd": "5"})
     await control.rounds(3, 10, learner)
     assert provider.live_machines() == ["m1", "m2"]
@@ -160,6 +162,7 @@ async def test_a_job_that_can_t_pay_what_an_account_lets_it_have_waits_for_what_
 async def test_a_job_that_has_trained_and_can_t_pay_another_machine_has_used_its_budget_up(
     control: World, provider: FakeProvider
 ) -> None:
+    provider.download_micros_gb = 0
     job_id = await control.create(budget_usd="0.03", stop={"steps": 50})
     learner, (node,) = await control.running(job_id)
     await learner.train(await node.produce(2))
@@ -234,7 +237,7 @@ async def test_budget_is_never_exceeded_and_its_end_is_orderly(
         for _ in range(120):
             if await run.until_over(1) == "draining":
                 break
-        provider.release_failures = 8
+        provider.release_failures = 5
     elif fault == "listing_fails":
         await run.until_over(6)
         provider.list_error = Transient("502")
@@ -300,7 +303,7 @@ class OneByOne(FakeProvider):
 async def test_what_machines_cost_while_they_wait_to_be_destroyed_is_kept_back(
     tmp_path: Path, database_url: str, clock: FakeClock
 ) -> None:
-    slow = OneByOne(clock, machines(0.2, 0.2, 0.2))
+    slow = OneByOne(clock, machines(0.2, 0.2, 0.2), download_micros_gb=0)
     async with world(tmp_path / "state", database_url, slow) as control:
         job_id = await control.create(fleet={"max_nodes": 3})
         await control.running(job_id, 3.0)

@@ -320,7 +320,7 @@ async def test_bids_that_are_under_way_count_when_the_next_one_is_to_be_raised(
     """A provider takes its calls seconds apart: what was sent is promised, though nothing bills it yet."""
     provider.machines = machines_of(m1=0.2, m2=0.2, m3=9.0)
     provider.spot = provider.tells_floors = True
-    provider.on_demand_factor = 100
+    provider.on_demand_factor, provider.download_micros_gb = 100, 0
     asked: list[int] = []
     landed = asyncio.Event()
 

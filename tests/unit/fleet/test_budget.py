@@ -30,6 +30,11 @@ def test_can_rent(exposure: Exposure, price: int, minimum_s: float, allowed: boo
     assert can_rent(exposure, price, minimum_s) is allowed
 
 
+def test_what_is_paid_once_is_paid_before_the_first_second() -> None:
+    assert can_rent(Exposure(1100, 0, 0), 10_000, 240.0, once=100)
+    assert not can_rent(Exposure(1099, 0, 0), 10_000, 240.0, once=100)
+
+
 @pytest.mark.parametrize(
     ("exposure", "due"),
     [

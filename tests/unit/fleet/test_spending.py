@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.fleet import money
 from app.fleet.accounts import Accounts
 from app.fleet.budget import Exposure
 from app.fleet.core import Core
@@ -37,6 +38,7 @@ class Office:
     settings = SimpleNamespace(
         min_lease_seconds=120.0, wind_down_seconds=120.0, tick_seconds=10.0, reconcile_seconds=60
     )
+    providers = dict.fromkeys(("vastai", "other"), SimpleNamespace(caps=SimpleNamespace(pools=False)))
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -81,7 +83,8 @@ def lease(key: str, price: int, *, mu: float = 1.0, provider: str = "vastai", **
     nothing = dict.fromkeys((
         "gpu_carry", "disk_carry", "download_carry", "upload_carry", "download_bytes", "download_billed",
         "upload_bytes", "upload_billed", "spent_gpu", "spent_disk", "spent_download", "spent_upload", "disk_gb",
-        "disk_micros_gb_month", "download_micros_gb", "upload_micros_gb", "agreed_micros_h",
+        "disk_micros_gb_month", "download_micros_gb", "upload_micros_gb", "agreed_micros_h", "image_micros",
+        "model_micros",
     ), 0)  # fmt: skip
     given = {
         "state": LeaseState.ACTIVE, "created_at": 0.0, "exists_since": 0.0, "gpu_since": 0.0, "gpu_running": False,
@@ -129,6 +132,44 @@ def test_machines_are_rented_one_after_the_other_as_long_as_the_budget_pays_for_
     assert room.burn == sum(p.price.total for p in (ONE, TWO) if p.offer.offer_id in chosen)
     assert [c.start_micros_h for c in choices] == [p.price.once for p in (ONE, TWO)][: len(choices)]
     assert len(office.told) == (len(chosen) < 2)
+
+
+def test_what_a_start_downloads_is_kept_back_before_it_is_rented() -> None:
+    """Image and model of 24 GB at $0.02 cost more than the first hour of many a machine."""
+    dear = price_offer(
+        replace(ONE.offer, download_micros_gb=20_000), replace(view(), model_bytes=14e9, image_bytes={"vastai": 10e9})
+    )
+    assert (dear.price.image_download, dear.price.start_download) == (200_000, 480_000)
+    both = need(dear) + 480_000
+    for budget, chosen in ((both - 1, []), (both, ["one"]), (both + need(ONE, dear) - 1, ["one"])):
+        spending, office = desk()
+        choices, _ = spending.affordable(SESSION, seen(budget=budget), [dear, dear], [], FREE, {})
+        assert keys(choices) == chosen
+        if choices:
+            assert (choices[0].image_micros, choices[0].model_micros) == (200_000, 280_000)
+        else:
+            assert "$0.480000 for what its start downloads" in office.told[0]
+    cap = Room({}, exposure=Exposure(both - 1, 0, 0), minimum_s=120.0)
+    assert spending.affordable(SESSION, seen(), [dear], [], cap, {})[0] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "unseen"),
+    [
+        ({"state": LeaseState.INTENT, "exists_since": None}, 480_000),
+        ({}, 480_000),
+        ({"spent_download": 100_000}, 380_000),  # its node counts what comes of the model
+        ({"spent_download": 900_000}, 200_000),  # but not the image
+        ({"state": LeaseState.RELEASED, "ended_at": 100.0}, 200_000),
+        ({"state": LeaseState.RELEASED, "ended_at": 100.0 - money.BILL_LATE_S}, 0),
+        ({"state": LeaseState.REFUSED, "ended_at": None}, 0),
+        ({"image_micros": 0, "model_micros": 0}, 0),
+    ],
+)
+def test_what_a_start_downloads_is_committed_until_its_bill_can_be_known(values: dict[str, Any], unseen: int) -> None:
+    one = lease("l1", 0, **{"image_micros": 200_000, "model_micros": 280_000, **values})
+    assert money.start_unseen(one, 100.0) == unseen
+    assert money.exposure_of([one], 100.0, budget=USD, wind_down_s=0.0).unseen == unseen
 
 
 def test_what_does_not_fit_a_cap_is_left_out_and_the_next_that_does_is_taken() -> None:

@@ -43,6 +43,7 @@ def leases(draw: st.DrawFn) -> Any:
         "spent_disk": draw(amounts),
         "download_micros_gb": draw(amounts), "download_bytes": down + draw(st.sampled_from([0, 0, 10**6])),
         "download_billed": down, "download_carry": draw(st.integers(0, 10**9 - 1)), "spent_download": draw(amounts),
+        "image_micros": draw(st.sampled_from([0, 0, 200_000])), "model_micros": draw(st.sampled_from([0, 300_000])),
         "upload_micros_gb": draw(amounts), "upload_bytes": up + draw(st.sampled_from([0, 0, 10**6])),
         "upload_billed": up, "upload_carry": draw(st.integers(0, 10**9 - 1)), "spent_upload": draw(amounts),
         "bill_micros": (bill := draw(st.none() | amounts)),
