@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,17 @@ app.add_typer(job_app, name="job")
 app.add_typer(keys_app, name="keys")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _id(value: str | None) -> str | None:
+    """An id: it becomes part of an address, where another text would ask for something else. Raises BadParameter."""
+    if value is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", value):
+        raise typer.BadParameter(f"{value!r} is not an id: those are of letters, digits, - and _")
+    return value
+
+
+Id = Annotated[str, typer.Argument(callback=_id)]
+JobOrAll = Annotated[str | None, typer.Argument(callback=_id)]
 
 
 def _logging(level: str = "INFO") -> None:
@@ -192,13 +204,13 @@ def job_list(as_json: Json = False) -> None:
 
 
 @job_app.command("show")
-def job_show(job_id: str, as_json: Json = False) -> None:
+def job_show(job_id: Id, as_json: Json = False) -> None:
     """One job."""
     _print(f"/v1/jobs/{job_id}", as_json)
 
 
 @job_app.command("watch")
-def job_watch(job_id: str) -> None:
+def job_watch(job_id: Id) -> None:
     """Follow a job until it ends; exit 0 only if it succeeded."""
     from app.watch import watch
 
@@ -206,33 +218,33 @@ def job_watch(job_id: str) -> None:
 
 
 @job_app.command("learner-token")
-def job_learner_token(job_id: str, as_json: Json = False) -> None:
+def job_learner_token(job_id: Id, as_json: Json = False) -> None:
     """What an attached learner is started with."""
     answer = _call("POST", f"/v1/jobs/{job_id}/learner-token")
     print(json.dumps(answer, indent=2) if as_json else answer["token"])
 
 
 @job_app.command("cancel")
-def job_cancel(job_id: str, as_json: Json = False) -> None:
+def job_cancel(job_id: Id, as_json: Json = False) -> None:
     """End a job: its model is saved, its nodes are given back."""
     answer = _call("POST", f"/v1/jobs/{job_id}/cancel")
     print(json.dumps(answer, indent=2) if as_json else answer["status"])
 
 
 @app.command()
-def fleet(job_id: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+def fleet(job_id: JobOrAll = None, as_json: Json = False) -> None:
     """Nodes, of one job or of all."""
     _print(f"/v1/jobs/{job_id}/fleet" if job_id else "/v1/fleet", as_json)
 
 
 @app.command()
-def cost(job_id: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+def cost(job_id: JobOrAll = None, as_json: Json = False) -> None:
     """Money, of one job or of all."""
     _print(f"/v1/jobs/{job_id}/cost" if job_id else "/v1/cost", as_json)
 
 
 @app.command()
-def offers(job_id: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+def offers(job_id: JobOrAll = None, as_json: Json = False) -> None:
     """The market, as a job sees it."""
     params = {"job_id": job_id} if job_id else {}
     _print("/v1/offers", as_json, limit=PAGE, **params)
@@ -246,7 +258,7 @@ def keys_create(name: str, admin: Annotated[bool, typer.Option("--admin")] = Fal
 
 
 @keys_app.command("revoke")
-def keys_revoke(key_id: str) -> None:
+def keys_revoke(key_id: Id) -> None:
     """Revoke an API key."""
     _call("DELETE", f"/v1/keys/{key_id}")
 

@@ -24,15 +24,17 @@ from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 from sqlalchemy import make_url, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.main import create_app, marketplace_key, state_folder
 from app.open_files import allow_open_files
-from app.protocol.errors import Unavailable
+from app.protocol.errors import BadInput, Unavailable
 from app.settings import Settings
 from app.settings_values import own_url
 from app.storage.database import Database
+from app.storage.stores import open_store
 
 if TYPE_CHECKING:
     import psutil
@@ -164,6 +166,14 @@ async def _alone(settings: Settings) -> None:
         await database.close()
 
 
+def _check_store(settings: Settings) -> None:
+    """Raises Unavailable for a folder that can't be the object store; whether S3 answers is found out later."""
+    try:
+        open_store(settings.object_store_url, endpoint_url=settings.s3_endpoint_url)
+    except BadInput as error:
+        raise Unavailable(f"ECHO2_OBJECT_STORE_URL: {error.detail}") from error
+
+
 def _open_sqlite(url: str) -> None:
     """See whether a file is a database, where it is one. Not by the asynchronous driver, whose thread may outlive the
     loop that it has to tell of a failure. Raises sqlite3.Error."""
@@ -197,7 +207,11 @@ def _addresses(settings: Settings) -> Iterator[list[socket.socket]]:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it answers; uvicorn says nothing of sockets that it was handed."""
+    """Tells when it answers (uvicorn says nothing of sockets that it was handed), and the application when it stops."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._application = app
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer."""
@@ -205,6 +219,11 @@ class _Server(uvicorn.Server):
         for listener in sockets or () if self.started else ():
             host, port = listener.getsockname()[:2]
             log.info("listening on %s port %s: %s", host, port, own_url(host, port))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what is under way."""
+        self._application.state.stopping = True
+        await super().shutdown(sockets=sockets)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -215,12 +234,13 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     """Run until SIGTERM or SIGINT, then stop in order: the service first, the marketplace after it."""
     allow_open_files()
     asyncio.run(_alone(settings))
+    _check_store(settings)
     # uvicorn raises the signal again when it has shut down; without a handler that would end us at once.
     signal.signal(signal.SIGTERM, _exit)
     with _addresses(settings) as listeners, embedded_marketplace(settings):
         app = create_app(settings, announce=announce)
         config = uvicorn.Config(app, log_level=settings.log_level, access_log=False, timeout_graceful_shutdown=5)
-        server = _Server(config)
+        server = _Server(config, app)
         try:
             server.run(sockets=listeners)
         except KeyboardInterrupt:

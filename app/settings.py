@@ -25,6 +25,7 @@ from app.settings_values import (
     Folder,
     Host,
     HttpUrl,
+    Number,
     ObjectStoreUrl,
     ProviderNames,
     Seconds,
@@ -32,6 +33,7 @@ from app.settings_values import (
     TopicArns,
     Usd,
     WebhookSecret,
+    Whole,
     own_url,
 )
 
@@ -48,7 +50,7 @@ class Settings(BaseSettings):
     )
 
     host: Host = Field("127.0.0.1", description="an address or host name to listen on")
-    port: int = Field(8080, ge=1, le=65_535, description="a port, 1…65535")
+    port: Whole = Field(8080, ge=1, le=65_535, description="a port, 1…65535")
     state_dir: Folder = Field(
         default_factory=lambda: Path(os.path.abspath(".echo2")),
         description="a folder for the database, the objects and caches of the embedded default",
@@ -83,7 +85,6 @@ class Settings(BaseSettings):
     webhook_secret: WebhookSecret | None = Field(
         None, description="a Standard Webhooks secret: whsec_ and 24…64 random bytes in base64"
     )
-
     notify_secret: WebhookSecret | None = Field(
         None,
         description="a Standard Webhooks secret that notifications are signed with: whsec_ and 24…64 random bytes in "
@@ -116,8 +117,7 @@ class Settings(BaseSettings):
     marketplace_control: bool = Field(
         False, description=f"{BOOL}: whether the local marketplace takes orders to interrupt machines and move prices"
     )
-
-    marketplace_speed: float = Field(
+    marketplace_speed: Number = Field(
         1, gt=0, le=1000, allow_inf_nan=False,
         description="the local marketplace's machines are so many times as fast as it says, above 0, at most 1000",
     )  # fmt: skip
@@ -133,10 +133,10 @@ class Settings(BaseSettings):
     settle_seconds: Seconds = Field(
         90, description=f"time after which a create call whose outcome is unknown has left nothing behind, {SECONDS}"
     )
-    first_nodes: int = Field(
+    first_nodes: Whole = Field(
         3, ge=1, le=1000, description="machines that share a job's target until one of them was measured, 1…1000"
     )
-    bubble_bound: float = Field(
+    bubble_bound: Number = Field(
         0.05, ge=0, le=0.5, allow_inf_nan=False,
         description="share of its time that a learner may wait before capacity is added, 0…0.5; 0: Eq. 2 alone decides",
     )  # fmt: skip
@@ -152,12 +152,12 @@ class Settings(BaseSettings):
     max_usd_total: Usd | None = Field(
         None, description="dollars, above 0, that all jobs together may ever cost; without it no limit"
     )
-    min_credit_hours: float = Field(
+    min_credit_hours: Number = Field(
         1, ge=0, le=720, allow_inf_nan=False,
         description="hours, 0…720, that a provider's credit must last at what runs there: else nothing more is rented",
     )  # fmt: skip
     charges_seconds: Seconds = Field(3600, description=f"time between two looks at a provider's bill, {SECONDS}")
-    lease_hours: float = Field(
+    lease_hours: Number = Field(
         6, gt=0, le=720, allow_inf_nan=False, description="hours, above 0 and at most 720, after which a lease ends"
     )
 
@@ -171,7 +171,7 @@ class Settings(BaseSettings):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$",
         description="the container image that a rented machine boots, such as python:3.11-slim",
     )
-    agent_image_gb: float = Field(
+    agent_image_gb: Number = Field(
         10, ge=0, le=1000, allow_inf_nan=False,
         description="GB, 0…1000, that a machine downloads to have its image, where it pulls one",
     )  # fmt: skip
@@ -200,22 +200,22 @@ class Settings(BaseSettings):
         pattern=r"^[A-Za-z0-9._-]+$",
         description="the host name or IPv4 address that nodes reach the learner's relay at; else where it listens",
     )
-    learner_processes: int = Field(1, ge=1, le=64, description="processes of a learner started here, one a GPU, 1…64")
-    learner_uplink_mbps: float = Field(
+    learner_processes: Whole = Field(1, ge=1, le=64, description="processes of a learner started here, one a GPU, 1…64")
+    learner_uplink_mbps: Number = Field(
         1000, gt=0, le=1_000_000, allow_inf_nan=False, description="Mbit/s that the learner can send"
     )
     broadcast_transport: Literal["chain", "star", "store", "auto"] = Field(
         "chain", description="chain, star, store or auto: how snapshots travel; auto takes the cheapest way"
     )
-    store_egress_micros_gb: int = Field(
+    store_egress_micros_gb: Whole = Field(
         0, ge=0, le=1_000_000_000, description="micro-dollars per GB read from the object store, for auto"
     )
-    keep_trajectory_steps: int | None = Field(
+    keep_trajectory_steps: Whole | None = Field(
         None, ge=0, le=1_000_000_000,
         description="learner steps, 0…1000000000, after which the files of rollouts are removed from the object store; "
         "without it all that were accepted stay",
     )  # fmt: skip
-    max_upload_bytes: int = Field(64 << 20, ge=1 << 10, le=1 << 32, description="bytes of one upload, 1024…4294967296")
+    max_upload_bytes: Whole = Field(64 << 20, ge=1024, le=1 << 32, description="bytes of one upload, 1024…4294967296")
 
     @field_validator("heartbeat_timeout_seconds")
     @classmethod

@@ -163,6 +163,20 @@ def _for_machines(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+def _number(value: object) -> object:
+    """What may be read as a number. Raises ValueError for a switch of the file, which Python would take for 1 or 0."""
+    if isinstance(value, bool):
+        raise ValueError("is true or false")
+    return value
+
+
+def _given(value: object) -> object:
+    """A path that is one. Raises ValueError for the empty text, by which Python means the current folder."""
+    if value == "":
+        raise ValueError("is empty")
+    return value
+
+
 def _absolute(value: Path) -> Path:
     if "\0" in str(value):
         raise ValueError("has a zero byte")
@@ -175,7 +189,7 @@ def _absolute(value: Path) -> Path:
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]+$"), AfterValidator(_dialled)]
 HttpUrl = Annotated[str, AfterValidator(http_url)]
 Token = Annotated[SecretStr, AfterValidator(_token)]
-Folder = Annotated[Path, AfterValidator(_absolute)]
+Folder = Annotated[Path, BeforeValidator(_given), AfterValidator(_absolute)]
 _ProviderName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 _TopicArn = Annotated[str, Field(pattern=r"^arn:aws[a-z-]*:sns:[a-z0-9-]+:[0-9]{12}:[A-Za-z0-9_.-]{1,256}$")]
 ProviderNames = Annotated[list[_ProviderName], NoDecode, BeforeValidator(_names)]
@@ -184,7 +198,9 @@ TopicArns = Annotated[list[_TopicArn], NoDecode, BeforeValidator(_names)]
 DatabaseUrl = Annotated[str, AfterValidator(_database_url)]
 ObjectStoreUrl = Annotated[str, AfterValidator(_object_store_url)]
 WebhookSecret = Annotated[SecretStr, AfterValidator(_webhook_secret)]
-Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number)]
+Seconds = Annotated[Number, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Usd = Annotated[Decimal, Field(gt=0, max_digits=15, decimal_places=6, allow_inf_nan=False)]
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -37,21 +37,29 @@ from app.learner.buffer import Group
 from app.learner.evaluate import Evaluator
 from app.learner.microbatch import Row, collate, completion_logprobs, split
 from app.learner.model import LoadedModel, load, unique_weights
+from app.learner.optimizer import BETAS
 from app.learner.sampling import eos_ids, sample
 from app.learner.tiny import tiny_model
-from app.learner.trainer import GRPOTrainer
 from app.protocol.job import JobSpec
-from app.protocol.learner_spec import LossName
 from app.protocol.trajectory import Rollout
 from app.tasks.base import Task
 from app.tasks.prompts import decode, encode_prompt
 from app.tasks.registry import load_task
 from bench.staleness_lags import Timetable
+from bench.staleness_options import options
 from bench.staleness_report import UNCORRECTED, cells, plot, table
+from bench.staleness_variants import StepSize, StudyTrainer
 
-LOSSES = (*get_args(LossName), UNCORRECTED)
 TAIL = 20
 """Steps at the end over which a run's numbers are averaged."""
+_BEFORE: dict[str, Any] = {
+    "learner": {},
+    "max_mismatch_kl": None,
+    "first": None,
+    "step_size": "constant",
+    "beta1": BETAS[0],
+}
+"""What runs were made with that don't say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,13 @@ class Plan:
     learning_rate: float
     scale_rewards: str | None
     eval_prompts: int
+    learner: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further fields of the job's `learner`."""
+    max_mismatch_kl: float | None = None
+    first: int | None = None
+    """The S that an adaptive one begins with."""
+    step_size: StepSize = "constant"
+    beta1: float = BETAS[0]
 
     @property
     def spec(self) -> JobSpec:
@@ -78,13 +93,15 @@ class Plan:
                     "params": {"dataset": "spell_backward", "min_word_len": 3, "max_word_len": 5},
                 },
                 "budget_usd": "1",
-                "staleness": {"max": self.staleness, "adaptive": self.schedule == "adaptive"},
+                "staleness": {"max": self.staleness, "adaptive": self.schedule == "adaptive"}
+                | ({} if self.max_mismatch_kl is None else {"max_mismatch_kl": self.max_mismatch_kl}),
                 "sampling": {"max_tokens": 8},
                 "learner": {
                     "learning_rate": self.learning_rate,
                     "loss": "ppo_clip" if self.loss == UNCORRECTED else self.loss,
                     "scale_rewards": self.scale_rewards,
                     "eval_prompts": self.eval_prompts,
+                    **self.learner,
                 },
                 "seed": self.seed,
             }
@@ -167,16 +184,17 @@ def run(plan: Plan, folder: Path, task: Task, clock: Callable[[], float] = time.
     """Train; what came of it."""
     began = clock()
     loaded = load(folder, device=torch.device("cpu"))
-    trainer = GRPOTrainer(loaded.model, plan.spec)
+    trainer = StudyTrainer(loaded.model, plan.spec, step_size=plan.step_size, beta1=plan.beta1)
     evaluator = Evaluator(loaded.model, loaded.tokenizer, task, plan.spec)
     sampler = Sampler(plan, loaded, task)
-    start, history, timetable = evaluator.run(), [], Timetable(plan.schedule, plan.spec)
+    start, history, timetable = evaluator.run(), [], Timetable(plan.schedule, plan.spec, plan.first)
     for t in range(plan.steps):
         sampler.keep(t)
         version = timetable.version(t)
         groups = sampler.batch(t, version)
         if plan.loss == UNCORRECTED:
             groups = forgetful(loaded.model, groups)
+        trainer.lag = t - version
         history.append(trainer.step(groups).values)
         timetable.after(history[-1], t - version)
     tail = history[-TAIL:]
@@ -195,7 +213,21 @@ def run(plan: Plan, folder: Path, task: Task, clock: Callable[[], float] = time.
 def plans(args: argparse.Namespace) -> list[Plan]:
     """All runs that are asked for; one seed after the other, so that a study that is cut short has whole seeds."""
     return [
-        Plan(loss, schedule, s, seed, args.steps, args.learning_rate, args.scale_rewards, args.eval_prompts)
+        Plan(
+            loss,
+            schedule,
+            s,
+            seed,
+            args.steps,
+            args.learning_rate,
+            args.scale_rewards,
+            args.eval_prompts,
+            args.learner,
+            args.max_mismatch_kl,
+            args.adaptive_start,
+            args.step_size,
+            args.beta1,
+        )
         for seed in args.seeds
         for schedule, loss, s in cells_of(args)
     ]
@@ -216,7 +248,7 @@ def study(args: argparse.Namespace) -> list[dict[str, Any]]:
     wanted: list[dict[str, Any]] = []
     for plan in plans(args):
         key = dataclasses.asdict(plan)
-        found = next((r for r in done if all(r[k] == v for k, v in key.items())), None)
+        found = next((r for r in done if all((_BEFORE | r)[k] == v for k, v in key.items())), None)
         if found is None and args.report_only:
             continue
         if found is None:
@@ -224,48 +256,27 @@ def study(args: argparse.Namespace) -> list[dict[str, Any]]:
             with log.open("a") as file:
                 file.write(json.dumps(found) + "\n")
         wanted.append(found)
-        print(f"{plan.schedule} {plan.loss} S={plan.staleness} seed={plan.seed}: {found['heldout']:.3f}", flush=True)
+        last = statistics.fmean(found["train_reward"][-TAIL:])
+        print(
+            f"{plan.schedule} {plan.loss} S={plan.staleness} seed={plan.seed}: {found['heldout']:.3f}, last {TAIL} "
+            f"batches {last:.3f}, mean S {found['mean_staleness']:.1f}",
+            flush=True,
+        )
     return wanted
-
-
-def listed(kind: Callable[[str], Any], allowed: Sequence[Any] | None = None) -> Callable[[str], list[Any]]:
-    """A comma-separated option."""
-
-    def parse(text: str) -> list[Any]:
-        values = [kind(part) for part in text.split(",")]
-        for value in values:
-            if (allowed is not None and value not in allowed) or (kind is int and value < 0):
-                raise argparse.ArgumentTypeError(
-                    f"{value!r} is not one of {', '.join(map(str, allowed or ['0, 1, …']))}"
-                )
-        return values
-
-    return parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m bench.staleness`."""
     from transformers.utils.logging import disable_progress_bar
 
-    parser = argparse.ArgumentParser(prog="bench.staleness", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("build/staleness"), help="folder for runs, table and plot")
-    parser.add_argument("--cache", type=Path, default=Path(".echo2/cache"), help="folder of the tiny model")
-    default = ["ppo_clip", "dppo", "m2po", "m2po_clip", UNCORRECTED]
-    parser.add_argument("--losses", type=listed(str, LOSSES), default=default, help=f"of {', '.join(LOSSES)}")
-    parser.add_argument("--schedules", type=listed(str, ("const", "echo", "adaptive")), default=["echo"])
-    parser.add_argument(
-        "--staleness", type=listed(int, range(1, 1001)), default=[1, 2, 3, 6, 11, 20], help="values of S"
-    )
-    parser.add_argument("--adaptive", type=listed(int, range(1, 1001)), default=[11], help="bounds of an adaptive S")
-    parser.add_argument("--seeds", type=listed(int), default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--learning-rate", type=float, default=6e-4)
-    parser.add_argument("--scale-rewards", choices=("group", "none", "batch"), help="default: the loss's own")
-    parser.add_argument("--eval-prompts", type=int, default=512)
-    parser.add_argument("--report-only", action="store_true", help="table and plot of the runs that are there")
+    parser = options((__doc__ or "").partition("\n")[0])
     args = parser.parse_args(argv)
     if args.steps < 1 or args.eval_prompts < 1:
         parser.error("--steps and --eval-prompts must be at least 1")
+    try:
+        _ = [plan.spec for plan in plans(args)]
+    except ValueError as error:
+        parser.error(f"there is no such job: {error}")
     torch.set_num_threads(1)
     disable_progress_bar()
     began = time.monotonic()

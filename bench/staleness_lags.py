@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.learner.adaptive import Adaptive
-from app.protocol.job import JobSpec
+from app.protocol.job import JobSpec, period
 from app.protocol.learner import LearnerDirectives
 
 
@@ -23,14 +23,15 @@ def behaviour_version(schedule: str, staleness: int, t: int) -> int:
 class Timetable:
     """From which version each step's batch is sampled, and how S moves meanwhile."""
 
-    def __init__(self, schedule: str, spec: JobSpec) -> None:
+    def __init__(self, schedule: str, spec: JobSpec, start: int | None = None) -> None:
+        """`start`: the S that an adaptive one begins with; default: the job's."""
         self._schedule = schedule
         self._bound = spec.staleness_budget
         self._controller = Adaptive(spec)
         self._published = [0]
-        self.staleness = [spec.first_staleness]
+        self.staleness = [spec.first_staleness if start is None else min(start, self._bound)]
         """S of each step."""
-        self._period = spec.first_period
+        self._period = period(self.staleness[0], spec.publish_period)
 
     def version(self, t: int) -> int:
         """The version that the batch of step t is sampled from. To be asked for every step, in order."""

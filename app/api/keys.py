@@ -12,10 +12,12 @@ from sqlalchemy import select
 
 from app.api.deps import AdminDep, ServicesDep
 from app.api.idempotency import key_of
+from app.api.paging import Cursor, Limit
 from app.api.security import API_KEY, hash_key, new_key
 from app.api.tables import table, text_response, wants_text
 from app.protocol.base import Printable, Strict
 from app.protocol.errors import Conflict, NotFound
+from app.protocol.paging import decode, encode
 from app.storage.models import ApiKey
 
 router = APIRouter(prefix="/v1/keys", tags=["keys"])
@@ -56,14 +58,19 @@ async def create_key(body: NewKey, request: Request, who: AdminDep, svc: Service
 
 
 @router.get("")
-async def list_keys(request: Request, who: AdminDep, svc: ServicesDep) -> Response:
-    """All keys, without the keys."""
+async def list_keys(
+    request: Request, who: AdminDep, svc: ServicesDep, limit: Limit = 200, cursor: Cursor = None
+) -> Response:
+    """All keys, oldest first, without the keys. A cursor counts them: none ever goes away."""
+    seen = max(0, decode(cursor) or 0)
+    query = select(ApiKey).order_by(ApiKey.created_at, ApiKey.id).offset(seen).limit(limit + 1)
     async with svc.core.db.read() as session:
-        rows = list(await session.scalars(select(ApiKey).order_by(ApiKey.created_at)))
-    items = [{"id": r.id, "name": r.name, "admin": r.admin, "revoked": r.revoked_at is not None} for r in rows]
+        rows = list(await session.scalars(query))
+    items = [{"id": r.id, "name": r.name, "admin": r.admin, "revoked": r.revoked_at is not None} for r in rows[:limit]]
+    more = encode(seen + limit) if len(rows) > limit else None
     if wants_text(request):
-        return text_response(table(items, COLUMNS))
-    return JSONResponse({"items": items, "next_cursor": None})
+        return text_response(table(items, COLUMNS), more)
+    return JSONResponse({"items": items, "next_cursor": more})
 
 
 @router.delete("/{key_id}", status_code=204)

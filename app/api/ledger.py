@@ -52,7 +52,7 @@ async def _answer(request: Request, svc: Services, job_id: str | None, limit: in
     rows = await _rows(svc, job_id, after, limit + 1)
     views = [svc.views.entry(row) for row in rows[:limit]]
     more = encode(rows[limit - 1].id) if len(rows) > limit else None
-    if wants_text(request):
+    if wants_text(request, "text, json or csv"):
         return text_response(table(views, COLUMNS), more)
     return JSONResponse({"items": views, "next_cursor": more})
 

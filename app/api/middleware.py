@@ -1,4 +1,4 @@
-"""What every request passes through: an id, and a limit on its body.
+"""What every request passes through: an id, a limit on its body, an answer where the end of the service cuts it off.
 
 Invariant: no handler sees more bytes of a body than its limit, whatever Content-Length says or leaves out; and every
 answer carries `X-Request-Id`.
@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.problems import REQUEST_ID_HEADER, problem
-from app.protocol.errors import Malformed, TooLarge
+from app.protocol.errors import Malformed, TooLarge, Unavailable
 
 DEFAULT_MAX_BODY_BYTES = 1 << 20
 DRAIN_BYTES = 16 << 20
@@ -38,8 +38,9 @@ def _no_override(method: str, path: str) -> int | None:
 
 
 def install(app: Starlette, *, max_bytes: int = DEFAULT_MAX_BODY_BYTES, limit_for: LimitFor = _no_override) -> None:
-    """Add both to `app`; the id is outermost, so that a refused body has one too."""
+    """Add them to `app`; the id is outermost, so that a refused body has one too."""
     app.add_middleware(BodyLimitMiddleware, max_bytes=max_bytes, limit_for=limit_for)
+    app.add_middleware(StoppingMiddleware)
     app.add_middleware(RequestIdMiddleware)
 
 
@@ -65,6 +66,35 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class StoppingMiddleware:
+    """Answers 503 to what the server cuts off when it stops: long polls are longer than it waits. To the server a
+    request that is cut off is a failure with a traceback, to whoever asked a broken connection.
+
+    `app.state.stopping` says that it stops; at other times whoever cancels a request has it cancelled.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            stopping = getattr(scope["app"].state, "stopping", False) if scope["type"] == "http" else False
+            if started or not stopping:
+                raise
+            error = Unavailable("the service is being stopped, and what was asked for may or may not have been done")
+            await problem(error, {"Connection": "close"})(scope, receive, send)
 
 
 class BodyLimitMiddleware:

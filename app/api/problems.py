@@ -217,6 +217,7 @@ async def _on_surprise(request: Request, error: Exception) -> Problem:
         code=EchoError.code,
         title=EchoError.title,
         detail=f"something went wrong here, and the request may or may not have had an effect{known}",
-        # This answer is made outside of the middleware that sets the header on all others.
-        headers={REQUEST_ID_HEADER: request_id} if request_id else None,
+        # This answer is made outside of the middleware that sets the id on all others, and the server ends the
+        # connection after it: a client that did not know would send its next request into the void.
+        headers={"Connection": "close"} | ({REQUEST_ID_HEADER: request_id} if request_id else {}),
     )

@@ -11,20 +11,21 @@ from fastapi import Request
 from fastapi.responses import PlainTextResponse
 from tabulate import tabulate
 
-from app.protocol.errors import BadInput
+from app.protocol.errors import BadInput, FieldError
 
 ABSENT = "-"
 
 
-def wants_text(request: Request) -> bool:
+def wants_text(request: Request, others: str = "text or json") -> bool:
     """Whether to answer with a table: `?format=text`, or an Accept that prefers text/plain over application/json.
 
-    `?format` wins over Accept. Raises BadInput for a format other than `text` and `json`.
+    `?format` wins over Accept. Raises BadInput for a format other than `text` and `json`; `others` are those that it
+    names as possible.
     """
     wanted = request.query_params.get("format")
     if wanted is not None:
         if wanted not in ("text", "json"):
-            raise BadInput("format must be text or json")
+            raise BadInput(f"format must be {others}", errors=[FieldError("/format", f"must be {others}")])
         return wanted == "text"
     accept = ",".join(request.headers.getlist("accept"))
     return _rank(accept, "text/plain") > _rank(accept, "application/json")

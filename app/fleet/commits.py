@@ -16,7 +16,7 @@ import pyarrow as pa
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import partials, prompts, replay, twins, uploads
+from app.fleet import partials, prompts, replay, replays, twins, uploads
 from app.fleet.core import Core
 from app.fleet.exams import Exams, is_exam
 from app.fleet.exams import answers as exam_answers
@@ -28,7 +28,7 @@ from app.protocol.job import JobSpec
 from app.protocol.node import NodeState
 from app.protocol.pruning import kept
 from app.protocol.work import CommitAnswer, CommitRequest
-from app.storage.models import ExamItem, GroupPrint, ItemStatus, Job, Node, Trajectory, WorkItem
+from app.storage.models import ExamItem, ItemStatus, Job, Node, Trajectory, WorkItem
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,8 +47,7 @@ class Checked:
 
     versions: Mapping[str, int]
     """Oldest version of any token."""
-    prints: Mapping[str, str]
-    """Fingerprints of those groups that chance would not make twice."""
+    prints: Mapping[str, copies.Prints]
     seen: Mapping[str, prompts.Seen]
     scratch: Collection[str]
     """Items that another node had begun and this one sampled anew."""
@@ -61,6 +60,7 @@ class Commits:
     def __init__(self, core: Core, exams: Exams) -> None:
         self.core = core
         self.exams = exams
+        self._places = uploads.Places()
 
     async def _job_of(self, node_id: str) -> str:
         async with self.core.db.read() as session:
@@ -71,8 +71,10 @@ class Commits:
         try:
             answer = await self._commit(node_id, request)
         except Refused as refusal:
+            self._places.used(node_id, request.key, request.work_items)
             await self._count_refusal(node_id, request, refusal)
             raise
+        self._places.used(node_id, request.key, [*answer.accepted, *answer.late])
         if answer.accepted:
             self.core.announce(await self._job_of(node_id), "rollouts")
         return answer
@@ -105,7 +107,7 @@ class Commits:
             table = self._check_file(request, expected, newest, spec)
             scratch = partials.not_continued(self.core, items, table)
             return Checked(
-                trajectory.oldest_versions(table), copies.check(table), prompts.seen(table), scratch,
+                trajectory.oldest_versions(table), copies.check(table, sizes), prompts.seen(table), scratch,
                 twins.answers(table),
             )  # fmt: skip
 
@@ -225,7 +227,7 @@ class Commits:
                     item.status, item.trajectory_seq = ItemStatus.ACCEPTED, row.seq
                     item.version, item.deadline_at = found.versions[item.id], None
             row.rollouts = rollouts = sum(size_of(job, item) for item in taken)
-            await self._never_before(session, job, taken, found)
+            await replays.remember(session, job, await replays.look(session, job, taken, found.prints))
             await prompts.note(session, job, [found.seen[i.id] for i in taken], self.core.clock())
             job.rollouts_accepted += rollouts
             node.rollouts_accepted += rollouts
@@ -251,20 +253,6 @@ class Commits:
         session.add(row)
         await session.flush()
         return row
-
-    @staticmethod
-    async def _never_before(session: AsyncSession, job: Job, taken: Sequence[WorkItem], found: Checked) -> None:
-        """Remember the groups that chance would not make twice. Raises Refused if one was accepted before: `replayed`,
-        or `replayed_begun` if other nodes had begun it, who may be to blame."""
-        begun = {i.id for i in taken if i.written_by}
-        prints = {found.prints[i.id]: i.id for i in taken if i.id in found.prints}
-        known = select(GroupPrint).where(GroupPrint.job_id == job.id, GroupPrint.fingerprint.in_(list(prints)))
-        for row in await session.scalars(known):
-            item = prints.pop(row.fingerprint)
-            if row.work_item != item:
-                reason = "replayed_begun" if item in begun else "replayed"
-                raise Refused(reason, f"work item {item} has the completions that {row.work_item} was answered with")
-        session.add_all(GroupPrint(job_id=job.id, fingerprint=f, work_item=i) for f, i in prints.items())
 
     async def _count_refusal(self, node_id: str, request: CommitRequest, refusal: Refused) -> None:
         """A refused file: its items are pending again, the refusal is counted and told."""

@@ -20,7 +20,7 @@ from app.fleet.choice import Choice
 from app.fleet.core import Core
 from app.fleet.demand import Demand
 from app.fleet.leases import RENTING, Leases
-from app.fleet.lifecycle import Lifecycle
+from app.fleet.lifecycle import RENTS, Lifecycle
 from app.fleet.market import Market, matches
 from app.fleet.nodes import Nodes
 from app.fleet.priced import JobView
@@ -31,13 +31,15 @@ from app.fleet.weighed import Weighed
 from app.fleet.work import Work
 from app.protocol.base import usd
 from app.protocol.errors import Unavailable
-from app.protocol.job import JobSpec
+from app.protocol.job import JobSpec, JobStatus
 from app.protocol.node import NodeState
 from app.storage.models import Job, Lease, LeaseState, Node, SpotPrice
 
 log = logging.getLogger(__name__)
 
 LOOPING = RENTING
+WAITS = "waits for machines: "
+NO_OFFERS = "no offer that the job may rent; see /v1/offers for why"
 
 
 class Controller:
@@ -248,6 +250,9 @@ class Controller:
         target: float,
         renting: bool,
     ) -> None:
+        waits = not seen.usable and not renting
+        held = self.core.held.get(seen.job.id, "")
+        self._explain(seen.job, (held or ("" if decision.rent else NO_OFFERS)) if waits else "")
         planned = sum(x.mu_prior for x in seen.usable)
         if renting or decision.rent or (seen.usable and planned >= target):
             return
@@ -259,7 +264,15 @@ class Controller:
                 f"target {target:.4g} rollouts/s needs more than max_nodes {seen.job.max_nodes}",
             )
         elif not seen.usable:
-            self._tell_once(session, seen.job.id, "no_offers", "no offer that the job may rent; see /v1/offers for why")
+            self._tell_once(session, seen.job.id, "no_offers", NO_OFFERS)
+
+    def _explain(self, job: Job, why: str) -> None:
+        """Why a job has no machines, as long as it has none and gets none."""
+        usual = RENTS if job.status == JobStatus.PROVISIONING else ""
+        if why:
+            job.status_reason = WAITS + why
+        elif job.status_reason.startswith(WAITS):
+            job.status_reason = usual
 
     def _tell_once(self, session: AsyncSession, job_id: str, kind: str, message: str) -> None:
         if self._short.get(job_id) != kind:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet import money
+from app.fleet.idle import Idle
 from app.fleet.metrics import Metrics
 from app.fleet.storewatch import StoreWatch
 from app.fleet.waiting import Waits
@@ -101,6 +102,8 @@ class Core:
     """GPU model → what was measured by hand over what its data sheet promises."""
     waits: Waits = field(default_factory=Waits)
     """What this process has counted of nodes that wait for work."""
+    idle: Idle = field(default_factory=Idle)
+    """Which of them ask for none, or hand nothing in."""
     weights: Told = field(default_factory=Told)
     """What engines said of the weights that they hold."""
     told: dict[str, float] = field(default_factory=dict)

@@ -132,10 +132,12 @@ def _tried(stats: PromptStats | None) -> Tried:
     return Tried() if stats is None else Tried(stats.successes, stats.tries)
 
 
-def _named(core: Core, job: Job, ordinal: int) -> tuple[str, int]:
-    """Id and sampling seed (63 bits) of a group: always the same, and to a node as good as drawn."""
-    token = core.secrets.derive("group", f"{job.id}:{ordinal}")
-    return f"{job.id}-{token[:16]}", int(token[16:32], 16) >> 1
+def _named(core: Core, job: Job, ordinal: int, attempt: int = 0) -> tuple[str, int]:
+    """Id and sampling seed (63 bits) of a group: to a node as good as drawn. The seed is another one each time that the
+    group goes out: whoever had it before could sample the same and hand it in elsewhere, first."""
+    name = core.secrets.derive("group", f"{job.id}:{ordinal}")
+    token = core.secrets.derive("group", f"{job.id}:{ordinal}:{attempt}") if attempt else name
+    return f"{job.id}-{name[:16]}", int(token[16:32], 16) >> 1
 
 
 def _item(core: Core, job: Job, ordinal: int) -> WorkItem:
@@ -167,6 +169,8 @@ def _lease(core: Core, job: Job, node: Node, version: int, items: Sequence[WorkI
     for item in items:
         item.status, item.node_id, item.leased_version = ItemStatus.LEASED, node.id, version
         item.deadline_at = core.clock() + seconds
+        if item.attempts:
+            item.seed = _named(core, job, item.ordinal, item.attempts)[1]
         item.attempts += 1
         if item.partial_key is None:
             # Whatever was sampled of it before, nothing of that is in what comes back.

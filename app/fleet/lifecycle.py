@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 1800.0
 FINISH_TIMEOUT_S = 600.0
+RENTS = "renting the first nodes"
 
 
 class Lifecycle:
@@ -176,7 +177,7 @@ class Lifecycle:
             # One that comes again has to load first.
             ready = ready and self._alive(job) and job.learner_state not in ("loading", AWAY)
         if job.status == JobStatus.PENDING and ready:
-            self.move(session, job, JobStatus.PROVISIONING, "renting the first nodes")
+            self.move(session, job, JobStatus.PROVISIONING, RENTS)
         elif job.status == JobStatus.PROVISIONING and job.step > 0:
             self.move(session, job, JobStatus.RUNNING, "")
 

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 TOLD = ("job_", "budget", "forecast", "capacity_", "bill")
 """Beginnings of the kinds that are told: the job's life, its money, what it can't reach."""
 TOLD_TOO = (
-    "preempted", "interruption_notice", "rebalance_notice", "node_lost", "lease_ghost", "no_offers", "at_max_nodes",
-    "provider_unusable", "learner_restarted", "notification_dropped",
+    "preempted", "interruption_notice", "rebalance_notice", "node_lost", "node_idle", "lease_ghost", "no_offers",
+    "at_max_nodes", "provider_unusable", "learner_restarted", "notification_dropped",
 )  # fmt: skip
 DROPPED = "notification_dropped"
 KEEP_S = 24 * 3600.0

@@ -1,6 +1,7 @@
 """Statistics of prompts: how long their completions are, and how often they succeed.
 
-Invariant: only accepted groups count, each once; a success is a reward, held to 0…1.
+Invariant: only accepted groups count, each once; a success is a reward, held to 0…1. What a prompt's groups showed is
+forgotten when one of them is withdrawn: how much of it was that one's is not on record.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.fleet.dispatch import mean_after
@@ -81,3 +82,11 @@ async def note(session: AsyncSession, job: Job, groups: Sequence[Seen], now: flo
         job.length_mean = mean_after(job.length_mean, before, group.mean_length, group.tries, forget=JOB_FORGET)
         job.failure_rate = mean_after(job.failure_rate, before, failed, group.tries, forget=JOB_FORGET)
         before += group.tries
+
+
+async def forget(session: AsyncSession, job: Job, prompts: Collection[int]) -> None:
+    """Groups of these prompts were withdrawn. The job's own means forget them by themselves."""
+    wanted = sorted(set(prompts))
+    for start in range(0, len(wanted), _BLOCK):
+        block = PromptStats.prompt_index.in_(wanted[start : start + _BLOCK])
+        await session.execute(delete(PromptStats).where(PromptStats.job_id == job.id, block))

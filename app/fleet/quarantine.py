@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import bids, heldout, partials, tokens, trust
+from app.fleet import bids, heldout, partials, prompts, tokens, trust
 from app.fleet.core import Core
 from app.fleet.sizes import size_of
 from app.protocol.audits import Audit, AuditAnswer
@@ -102,17 +102,19 @@ async def _withdraw(core: Core, session: AsyncSession, job: Job, node: Node) -> 
     accepted = select(WorkItem).where(
         WorkItem.job_id == job.id, WorkItem.status == ItemStatus.ACCEPTED, WorkItem.node_id == node.id
     )
-    withdrawn, samples = list[str](), 0
+    withdrawn, asked, samples = list[str](), list[int](), 0
     for item in await session.scalars(accepted):
         partials.forget(item, unused=True)
         # `trajectory_seq` stays: a step that the learner is in may have it already.
         item.status, item.node_id, item.version, item.deadline_at = ItemStatus.PENDING, None, None, None
         withdrawn.append(item.id)
+        asked.append(item.prompt_index)
         size = size_of(job, item)
         job.rollouts_accepted -= size
         node.rollouts_accepted -= size
         samples += size
     tokens.reckon(core, job, "quarantined", samples)
+    await prompts.forget(session, job, asked)
     await session.execute(
         update(ExamItem)
         .where(ExamItem.job_id == job.id, ExamItem.node_id == node.id, ExamItem.status == ItemStatus.ACCEPTED)

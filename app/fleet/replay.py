@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.fleet import prompts
 from app.fleet.core import Core
 from app.fleet.sizes import size_of
 from app.protocol.learner import DroppedGroup, ReplayStep
@@ -91,6 +92,7 @@ async def _withdraw(session: AsyncSession, job: Job) -> int:
         item.status, item.node_id, item.version = ItemStatus.PENDING, None, None
         item.trajectory_seq = item.replay_step = None
         job.rollouts_accepted -= size_of(job, item)
+    await prompts.forget(session, job, [item.prompt_index for item in items])
     return len(items)
 
 

@@ -19,8 +19,9 @@ from app.fleet.core import Core
 from app.fleet.exams import Exams
 from app.fleet.leases import Leases
 from app.fleet.sizes import size_of
+from app.protocol.job import JobStatus
 from app.protocol.node import NodeState
-from app.storage.models import ItemStatus, Job, Lease, LeaseState, Node, WorkItem
+from app.storage.models import ExamItem, ItemStatus, Job, Lease, LeaseState, Node, WorkItem
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class Roster:
 
     async def expire(self, session: AsyncSession, job: Job) -> None:
         """Nodes that were caught are out; those without heartbeats are lost; draining ones that take too long are cut
-        off."""
+        off; those that do nothing are given up."""
         # Also those that have left since: what they brought is not trained on.
         caught = select(Node).where(Node.job_id == job.id, Node.caught.is_not(None), Node.quarantined_at.is_(None))
         for node in list(await session.scalars(caught)):
@@ -134,6 +135,7 @@ class Roster:
                 .where(Node.job_id == job.id, Node.state.in_(LIVE))
             )
         ).all()
+        busy = await self._busy(session, job)
         for node, lease in pairs:
             silent = now - max(node.heartbeat_at, self.core.started_at)
             if not LeaseState(lease.state).usable:
@@ -150,17 +152,41 @@ class Roster:
                 self.leases.request_release(session, lease, why)
             elif node.files_refused >= REFUSED_TOLERATED:
                 failed = "its files were refused, its leases ran out or it could not answer"
-                why = f"{node.files_refused} times in a row {failed}"
-                await self._depart(session, node, NodeState.LOST, why)
-                await self.leases.cool_down(session, lease, why)
-                self.leases.request_release(session, lease, why)
+                await self._give_up(session, node, lease, f"{node.files_refused} times in a row {failed}")
             elif why := starts.late_node(lease, node, job, now, starting, self.core.started_at):
-                await self._depart(session, node, NodeState.LOST, why)
-                await self.leases.cool_down(session, lease, why)
-                self.leases.request_release(session, lease, why)
+                await self._give_up(session, node, lease, why)
+            elif why := self._does_nothing(job, node, holds=node.id in busy):
+                await self._give_up(session, node, lease, why)
+                self.core.emit(session, job.id, "node_idle", f"{lease.gpu_name}: {why}", node=node.id)
             elif not node.drain and lease.expires_at - now < lease_s / 2:
                 # Its end is a dead-man switch for the time when nobody is here to renew it.
                 lease.expires_at = now + lease_s
+
+    async def _give_up(self, session: AsyncSession, node: Node, lease: Lease, why: str) -> None:
+        """Take out a node that is of no use; its machine is left alone for a while, and given back."""
+        await self._depart(session, node, NodeState.LOST, why)
+        await self.leases.cool_down(session, lease, why)
+        self.leases.request_release(session, lease, why)
+
+    @staticmethod
+    async def _busy(session: AsyncSession, job: Job) -> set[str | None]:
+        """Nodes that hold work."""
+        found: set[str | None] = set()
+        for kind in (WorkItem, ExamItem):
+            query = select(kind.node_id).where(kind.job_id == job.id, kind.status == ItemStatus.LEASED).distinct()
+            found |= set(await session.scalars(query))
+        return found
+
+    def _does_nothing(self, job: Job, node: Node, *, holds: bool) -> str:
+        """Why a node that works on paper only is given up; empty if it is not."""
+        now = self.core.clock()
+        if self.core.store.away is not None:
+            self.core.idle.forgive(now)
+        if job.outcome is not None or job.status not in (JobStatus.PROVISIONING, JobStatus.RUNNING):
+            return ""
+        return self.core.idle.judge(
+            node, now, holds=holds, working_since=job.status_since, listening_since=self.core.started_at
+        )
 
     async def expel(self, session: AsyncSession, node: Node, lease: Lease, why: str, *, cooldown_s: float) -> None:
         """Take out a node that can't be trusted; its machine is left alone for so long, and given back."""
@@ -176,6 +202,7 @@ class Roster:
         """Take a node out: its leased work is pending again, its children get new upstreams. `speechless`: it can't
         tell any more what goes with it."""
         node.state, node.state_since, node.reason = state, self.core.clock(), reason
+        self.core.idle.forget(node.id)
         # Who pulls from nobody any more can't say of anybody that it lies.
         node.chain, node.chain_position, node.upstreams = None, None, []
         leased = select(WorkItem).where(WorkItem.node_id == node.id, WorkItem.status == ItemStatus.LEASED)

@@ -23,7 +23,7 @@ from app.protocol.errors import NotFound
 from app.protocol.job import JobStatus
 from app.protocol.learner_spec import LearnerSpec
 from app.protocol.node import NodeState, SnapshotUrls
-from app.protocol.work import UploadSlot, WorkAnswer, WorkRequest
+from app.protocol.work import WorkAnswer, WorkRequest
 from app.protocol.work import WorkItem as WorkItemMessage
 from app.storage.models import ItemStatus, Job, Lease, Node, SnapshotRow, Step, WorkItem
 
@@ -41,9 +41,12 @@ class Work(HandBack):
     async def lease(self, node_id: str, request: WorkRequest) -> WorkAnswer:
         """Up to `max_items` groups, waiting up to `wait_s` until admission lets some out."""
         began, got, waits = self.core.clock(), 0, self.core.waits
+        self.core.idle.asked(node_id, began)
         try:
             answer = await self._lease(node_id, request)
             got = len(answer.items)
+            if got:
+                self.core.idle.given(node_id, self.core.clock())
         finally:
             waits.note(node_id, began, self.core.clock(), short=got < request.max_items)
         if waits.due(node_id):
@@ -67,6 +70,8 @@ class Work(HandBack):
         async with self.core.db.read() as session:
             node = await session.get_one(Node, node_id)
             job = (await session.scalars(select(Job).where(Job.id == node.job_id))).one()
+            if why := await self._crowded(session, node):
+                return WorkAnswer(items=[], reason=why)
             count, reason, _ = await self._grantable(session, job, node, request)
             waiting = await self._exam_waits(session, job, node, request)
         if count == 0 and waiting is None:
@@ -85,7 +90,8 @@ class Work(HandBack):
         messages = exam or [self._message(job, item) for item in found.items]
         if not messages:
             return WorkAnswer(items=[], reason=reason or found.reason)
-        return WorkAnswer(items=messages, upload=self._slot(job, node_id, request))
+        upload = self._place(job.id, node_id, request.policy_version, [m.id for m in messages])
+        return WorkAnswer(items=messages, upload=upload)
 
     def _message(self, job: Job, item: WorkItem) -> WorkItemMessage:
         return WorkItemMessage(
@@ -96,9 +102,6 @@ class Work(HandBack):
             deadline_s=(item.deadline_at or 0.0) - self.core.clock(),
             partial=partials.ref(self.core, item),
         )
-
-    def _slot(self, job: Job, node_id: str, request: WorkRequest) -> UploadSlot:
-        return uploads.slot(self.core, job.id, node_id, request.policy_version)
 
     @staticmethod
     def _share(job: Job, node: Node) -> int:

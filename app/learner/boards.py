@@ -10,8 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from app.learner.journal import ScalarWriter
+from app.learner.journal import ScalarWriter, open_board
 from app.protocol.errors import BadInput
+from app.protocol.job import JobSpec
 
 
 class Boards:
@@ -64,6 +65,16 @@ class RunWriter:
         """Write out and end the run."""
         self.flush()
         self._run.finish()
+
+
+def open_boards(folder: Path, spec: JobSpec, *, job_id: str, step: int) -> Boards:
+    """What the job asks for, for a learner that stands at `step`. Raises BadInput if a package is missing."""
+    boards = list[ScalarWriter]()
+    if spec.learner.tensorboard:
+        boards.append(open_board(folder / "tensorboard", purge_step=step + 1))
+    if spec.learner.wandb:
+        boards.append(open_run(folder / "wandb", job_id=job_id, name=spec.name))
+    return Boards(boards)
 
 
 def open_run(folder: Path, *, job_id: str, name: str, package: Any = None) -> RunWriter:

@@ -18,6 +18,8 @@ from app.protocol.learner import DroppedGroup, DropReason
 from app.protocol.trajectory import Rollout
 
 log = logging.getLogger(__name__)
+BORROWED = "borrowed:"
+"""What the work items of groups of another model begin with; none of our own does."""
 REMEMBERED = 200_000
 """Work items that are remembered to refuse a second copy."""
 
@@ -30,6 +32,11 @@ class Group:
     rollouts: tuple[Rollout, ...]
     node: str = ""
     """Who sampled it."""
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether another job's model sampled it: its versions are not ours."""
+        return self.work_item.startswith(BORROWED)
 
     @property
     def oldest_version(self) -> int:

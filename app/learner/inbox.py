@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import pyarrow as pa
@@ -70,6 +70,10 @@ class GroupReader:
         """The groups of `ref.work_items`. Raises NotFound, IntegrityError, Refused, Unavailable."""
         data = None if self._cache is None else self._cache.get(ref.blake3, ref.size)
         if data is None:
+            # Whoever put it may put another one there for as long as the place is theirs, of any size on S3.
+            found = self._objects.head(ref.key)
+            if found is not None and found.size != ref.size:
+                raise IntegrityError(f"{ref.key} is not the file that was accepted ({found.size} bytes)")
             data = self._objects.get(ref.key)
             if len(data) != ref.size or blake3(data).hexdigest() != ref.blake3:
                 raise IntegrityError(f"{ref.key} is not the file that was accepted ({len(data)} bytes)")
@@ -93,23 +97,32 @@ class GroupReader:
             newest_version=_ANY_VERSION, max_tokens=self._max_tokens, quantised=self._quantised,
             proofs=self._proofs,
         )  # fmt: skip
-        return [self._group(item, by_item[item], ref.node_id, prompts) for item in ref.work_items if item in by_item]
+        return [
+            whole_group(item, by_item[item], ref.node_id, prompts, self._vocabulary)
+            for item in ref.work_items
+            if item in by_item
+        ]
 
     def _expected(self, rows: list[Rollout], size: int | None, prune: Prune | None) -> Expected:
         size = self._group_size if size is None else size
         return Expected(rows[0].prompt_index, size, kept(size, prune))
 
-    def _group(self, item: str, rows: list[Rollout], node: str, prompts: Callable[[int], list[int]]) -> Group:
-        try:
-            own = prompts(rows[0].prompt_index)
-        except BadInput as error:
-            raise Refused("wrong_prompt", f"work item {item}: {error.detail}") from error
-        for rollout in rows:
-            if list(rollout.prompt_ids) != own:
-                raise Refused("wrong_prompt", f"work item {item} was not sampled from prompt {rollout.prompt_index}")
-            if max(rollout.completion_ids) >= self._vocabulary:
-                raise Refused("lengths", f"work item {item} has a token outside the vocabulary of {self._vocabulary}")
-        return Group(item, tuple(sorted(rows, key=lambda r: r.sample_index)), node)
+
+def whole_group(
+    item: str, rows: Sequence[Rollout], node: str, prompts: Callable[[int], list[int]], vocabulary: int
+) -> Group:
+    """Rows of one work item, whole by themselves. Raises Refused unless prompt and tokens are the task's and the
+    model's."""
+    try:
+        own = prompts(rows[0].prompt_index)
+    except BadInput as error:
+        raise Refused("wrong_prompt", f"work item {item}: {error.detail}") from error
+    for rollout in rows:
+        if list(rollout.prompt_ids) != own:
+            raise Refused("wrong_prompt", f"work item {item} was not sampled from prompt {rollout.prompt_index}")
+        if max(rollout.completion_ids) >= vocabulary:
+            raise Refused("lengths", f"work item {item} has a token outside the vocabulary of {vocabulary}")
+    return Group(item, tuple(sorted(rows, key=lambda r: r.sample_index)), node)
 
 
 class Inbox:

@@ -1,7 +1,8 @@
 """What a job's steps told, one JSON object a line, for people and their tools.
 
 Invariant: `metrics.jsonl` holds each step and evaluation of the present course once: what was written after the
-checkpoint that a learner goes on from is taken out before it goes on. Losing the file costs nothing but the file.
+checkpoint that a learner goes on from is taken out before it goes on. Losing the file, or a board, costs nothing but
+that.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,8 +63,7 @@ class Journal:
 
     def close(self) -> None:
         """Write out what is held back."""
-        if self._board is not None:
-            self._board.close()
+        self._on_board(lambda board: board.close())
 
     def _held_out(self, step: int, reward: float, more: dict[str, Any]) -> None:
         if (step, reward) in self._evaluated:
@@ -82,11 +82,21 @@ class Journal:
             self._give_up(error)
 
     def _scalars(self, group: str, step: int, numbers: dict[str, float]) -> None:
-        if self._board is None:
-            return
-        for name, value in numbers.items():
-            self._board.add_scalar(f"{group}/{name}", value, step)
-        self._board.flush()
+        def write(board: ScalarWriter) -> None:
+            for name, value in numbers.items():
+                board.add_scalar(f"{group}/{name}", value, step)
+            board.flush()
+
+        self._on_board(write)
+
+    def _on_board(self, write: Callable[[ScalarWriter], None]) -> None:
+        try:
+            if self._board is not None:
+                write(self._board)
+        except OSError as error:
+            # A full disk, or W&B's helper process is gone.
+            self._board = None
+            log.warning("TensorBoard's or W&B's files can't be written and are left alone from here on: %s", error)
 
     def _give_up(self, error: OSError) -> None:
         self._broken = True

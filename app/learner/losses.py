@@ -28,8 +28,8 @@ WHOLE_STEP: frozenset[LossName] = frozenset({"m2po", "m2po_clip", "bapo"})
 class Tokens:
     """1-D tensors, one element a completion token. `lag` is t − x of the token, `sequence` numbers the answers; all
     tokens of an answer are together. `reference` is log π of v0, given if `kl_beta` is above 0; `draw` a number in
-    [0, 1) for a loss that rejects at random; `quantised` marks tokens that quantised weights sampled, given if
-    `one_sided` is on."""
+    [0, 1) for a loss that rejects at random; `held` marks tokens that get no weight above 1, given if there may be
+    some."""
 
     logprobs: torch.Tensor
     behaviour: torch.Tensor
@@ -38,7 +38,7 @@ class Tokens:
     sequence: torch.Tensor
     reference: torch.Tensor | None = None
     draw: torch.Tensor | None = None
-    quantised: torch.Tensor | None = None
+    held: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def surrogate(spec: LearnerSpec, tokens: Tokens, limits: Limits | None = None) -
     """The chosen loss, with its pull towards v0 if there is one. `limits` must be given for losses in WHOLE_STEP and is
     not looked at for others."""
     made = _LOSSES[spec.loss](spec, tokens, limits or Limits())
-    if tokens.quantised is not None:
-        held = weights.one_sided(log_weight(spec, tokens), tokens.quantised)
+    if tokens.held is not None:
+        held = weights.one_sided(log_weight(spec, tokens), tokens.held)
         made = replace(made, objective=made.objective * held)
     if tokens.reference is None or spec.kl_beta == 0:
         return made

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from app.learner.buffer import Group
+from app.learner.microbatch import NO_LAG
 from app.learner.weights import effective_sample_size
 from app.protocol.trajectory import Rollout
 
@@ -29,14 +30,21 @@ class Seen:
     low: torch.Tensor
     reference_kl: float | None = None
 
+    def of(self, which: torch.Tensor) -> Seen:
+        """Some of the tokens; loss and divergence stay those of the step."""
+        log_ratio, lag, high, low = (t[which] for t in (self.log_ratio, self.lag, self.high, self.low))
+        return replace(self, log_ratio=log_ratio, lag=lag, high=high, low=low)
+
 
 def step_metrics(groups: Sequence[Group], seen: Seen, tokens: int) -> dict[str, float]:
     """Means over the step. What is said of ratios is over the tokens that were trained on, entropy over all that the
     policy wrote, and `tokens` of those. `completion_tokens` counts what the policy wrote of an answer, `answer_tokens`
     what the environment of a task with several turns put in, too.
 
-    The entropy is that of the behaviour policy, estimated as the mean of −log π of the tokens it sampled.
+    The entropy is that of the behaviour policy, estimated as the mean of −log π of the tokens it sampled. `groups` are
+    those of this job; of tokens that another model sampled only `borrowed_metrics` tell.
     """
+    own = seen.of(seen.lag != NO_LAG)
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = [r.own_tokens for r in rollouts]
     whole = [len(r.completion_ids) for r in rollouts]
@@ -54,11 +62,23 @@ def step_metrics(groups: Sequence[Group], seen: Seen, tokens: int) -> dict[str, 
             "answer_tokens_max": float(max(whole)),
             "tokens": float(tokens),
             "rollouts": float(len(rollouts)),
-            "active_tokens": float(len(seen.log_ratio)),
+            "active_tokens": float(len(own.log_ratio)),
         }
-        | ratio_metrics(seen)
+        | ratio_metrics(own)
         | _reference(seen)
     )
+
+
+def borrowed_metrics(groups: Sequence[Group], seen: Seen) -> dict[str, float]:
+    """Of the groups of another model, if there are any: how many, what they are worth, and how far it is from ours."""
+    if not groups:
+        return {}
+    rollouts = [r for g in groups for r in g.rollouts]
+    found = {"groups": float(len(groups)), "reward": statistics.fmean(r.reward for r in rollouts)}
+    theirs = seen.of(seen.lag == NO_LAG)
+    if len(theirs.log_ratio):
+        found |= _distance(theirs.log_ratio, theirs.high | theirs.low)
+    return {f"borrowed_{name}": value for name, value in found.items()}
 
 
 def ratio_metrics(seen: Seen) -> dict[str, float]:

@@ -15,10 +15,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from app.learner.buffer import BORROWED
 from app.learner.device import sent
 from app.protocol.trajectory import Rollout
 
 T = TypeVar("T")
+NO_LAG = -1
+"""The lag of tokens that no version of this job has sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,8 @@ class Row:
     advantage: float
     lags: Sequence[int]
     """t − x of each completion token."""
-    quantised: bool = False
-    """Whether quantised weights sampled it."""
+    held: bool = False
+    """Whether it gets no importance weight above 1."""
     generated: Sequence[bool] | None = None
     """Of each completion token, whether the policy wrote it; None: all of them."""
 
@@ -58,7 +61,7 @@ class MicroBatch:
 
     `ids` [rows, width], padded on the right, or [1, tokens] with one answer after the other; then `places` [1, tokens]
     is the place of each token in its answer. `row` and `position` index the logits that predict the token, `sequence`
-    numbers the answers; `token`, `behaviour`, `advantage`, `lag`, `quantised` are 1-D. `first`: the smallest position.
+    numbers the answers; `token`, `behaviour`, `advantage`, `lag`, `held` are 1-D. `first`: the smallest position.
     """
 
     ids: torch.Tensor
@@ -69,7 +72,7 @@ class MicroBatch:
     behaviour: torch.Tensor
     advantage: torch.Tensor
     lag: torch.Tensor
-    quantised: torch.Tensor
+    held: torch.Tensor
     first: int
     places: torch.Tensor | None = None
 
@@ -81,15 +84,17 @@ def token_lags(rollout: Rollout, t: int) -> list[int]:
     return [t - version for version, start, end in spans for _ in range(start, end)]
 
 
-def row_of(rollout: Rollout, advantage: float, t: int) -> Row:
-    """A rollout for a learner that is at v_t."""
+def row_of(rollout: Rollout, advantage: float, t: int, *, one_sided: bool = False) -> Row:
+    """A rollout for a learner that is at v_t. `one_sided`: what quantised weights sampled gets no weight above 1;
+    what another model has never does."""
+    borrowed = rollout.work_item.startswith(BORROWED)
     return Row(
         rollout.prompt_ids,
         rollout.completion_ids,
         rollout.logprobs,
         advantage,
-        token_lags(rollout, t),
-        rollout.quantisation is not None,
+        [NO_LAG] * len(rollout.completion_ids) if borrowed else token_lags(rollout, t),
+        borrowed or (one_sided and rollout.quantisation is not None),
         rollout.generated,
     )
 
@@ -180,7 +185,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
         behaviour=told(behaviour),
         advantage=told(np.repeat(np.array([r.advantage for r in rows], dtype=np.float32), sizes)),
         lag=told(lags),
-        quantised=told(np.repeat(np.array([r.quantised for r in rows], dtype=bool), sizes)),
+        held=told(np.repeat(np.array([r.held for r in rows], dtype=bool), sizes)),
         first=min(len(r.prompt_ids) for r in rows) - 1,
         places=told(places) if packed else None,
     )

@@ -119,8 +119,8 @@ class Passes:
                 reference = completion_logprobs(self._reference, batch, self._spec.sampling.temperature)
         if self._spec.learner.loss == "obrs":
             draw = sent(draws(rows, self._spec.seed, self._step), self._model.device)
-        quantised = batch.quantised if self._spec.learner.one_sided else None
-        return Tokens(logprobs, batch.behaviour, batch.advantage, batch.lag, batch.sequence, reference, draw, quantised)
+        held = batch.held if self._spec.learner.one_sided or self._spec.learner.borrow else None
+        return Tokens(logprobs, batch.behaviour, batch.advantage, batch.lag, batch.sequence, reference, draw, held)
 
     def _pass(self, rows: Sequence[Row], limits: Limits, denominator: int) -> _Part:
         if not rows:

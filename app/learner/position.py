@@ -21,8 +21,8 @@ _UNDECIDED = 3
 class Trainer(Protocol):
     """The part of GRPOTrainer that the loop uses."""
 
-    steps: int
-
+    @property
+    def steps(self) -> int: ...
     def step(self, groups: Sequence[Group]) -> StepMetrics: ...
     def snapshot(self, *, optimizer: bool = True) -> TrainerState: ...
 

@@ -17,7 +17,7 @@ from app.learner.adaptive import again
 from app.learner.audit.auditor import Auditor
 from app.learner.audit.rewards import Rewards
 from app.learner.audit.weights import Versions, audit_device, kept
-from app.learner.boards import Boards, open_run
+from app.learner.boards import open_boards
 from app.learner.buffer import ReplayBuffer
 from app.learner.cache import FileCache
 from app.learner.checkpoints import save
@@ -25,8 +25,9 @@ from app.learner.client import Control
 from app.learner.config import LearnerSettings
 from app.learner.heart import Heart, Status
 from app.learner.inbox import Inbox, counted
-from app.learner.journal import NAME, Journal, ScalarWriter, open_board
+from app.learner.journal import NAME, Journal
 from app.learner.keeper import Keeper, fetch_step, take_best
+from app.learner.loans import Loans, open_loans
 from app.learner.loop import Loop
 from app.learner.model import trained_weights
 from app.learner.objects import open_objects
@@ -101,7 +102,8 @@ class Session:
         self._status.set("loading", self.step)
         put_assets(self._objects, self._answer.job_id, parts.files)
         sink, publisher = self._open(parts)
-        loop = self._loop(parts, publisher, position)
+        loans = open_loans(self._answer.spec, self._answer.job_id, parts, self._objects)
+        loop = self._loop(loans, parts, publisher, position)
         size = self._publish_current(parts, sink, publisher, position, loop)
         answer = self._control.ready(
             Ready(
@@ -127,7 +129,7 @@ class Session:
         finally:
             self.step = parts.trainer.steps
         if ending.kind != "aborted":
-            self._finish(parts, publisher, loop, ending)
+            self._finish(parts, publisher, loop, ending, loans)
 
     def close(self) -> None:
         """Stop all threads: each of them, whatever the end of another one raises."""
@@ -158,12 +160,9 @@ class Session:
         return None if self._sink is None else self._sink.uplink()
 
     def _open_journal(self) -> None:
-        folder, spec, boards = self._settings.work_dir, self._answer.spec, list[ScalarWriter]()
-        if spec.learner.tensorboard:
-            boards.append(open_board(folder / "tensorboard", purge_step=self.step + 1))
-        if spec.learner.wandb:
-            boards.append(open_run(folder / "wandb", job_id=self._answer.job_id, name=spec.name))
-        self._journal = Journal(folder, resume_step=self.step, board=Boards(boards))
+        folder = self._settings.work_dir
+        boards = open_boards(folder, self._answer.spec, job_id=self._answer.job_id, step=self.step)
+        self._journal = Journal(folder, resume_step=self.step, board=boards)
 
     def _put_journal(self) -> None:
         if self._journal is not None and self._journal.path.exists():
@@ -223,11 +222,11 @@ class Session:
             log.warning("v%d is published but not on this machine; nodes pull it from the object store", version)
         return 2 * sum(t.numel() for t in trained_weights(parts.loaded.model).values())
 
-    def _loop(self, parts: Parts, publisher: Publisher, position: Position) -> Loop:
+    def _loop(self, trainer: Loans, parts: Parts, publisher: Publisher, position: Position) -> Loop:
         return Loop(
             self._answer.spec,
             self._answer.job_id,
-            trainer=parts.trainer,
+            trainer=trainer,
             evaluate=parts.evaluator.run,
             eval_prompts=parts.evaluator.prompts,
             buffer=self._buffer,
@@ -273,7 +272,7 @@ class Session:
         self._inbox = Inbox(self._control, reader, self._buffer, self._directives, self._auditor, rewarder)
         self._inbox.start()
 
-    def _finish(self, parts: Parts, publisher: Publisher, loop: Loop, ending: Ending) -> None:
+    def _finish(self, parts: Parts, publisher: Publisher, loop: Loop, ending: Ending, loans: Loans) -> None:
         """Last evaluation, checkpoint, the model as a Hugging Face folder in the store, last word or TaskFailed."""
         spec = self._answer.spec.learner
         self._status.set("finishing", parts.trainer.steps)
@@ -295,5 +294,6 @@ class Session:
         self._outbox.flush(FLUSH_S)
         if failed is not None:
             raise TaskFailed(f"{failed.detail}; the model is saved all the same, under {prefix}")
+        loans.end()
         status = "succeeded" if ending.kind == "succeeded" else "finished"
         self._control.done(Done(status=status, reason=ending.reason + said, step=step, final_prefix=prefix))

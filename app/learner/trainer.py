@@ -22,7 +22,14 @@ from app.learner.buffer import Group
 from app.learner.copier import Copier
 from app.learner.device import Lane, host_copies, lane_of, moment, stopwatch
 from app.learner.laps import Laps
-from app.learner.metrics import Seen, advantage_metrics, lag_metrics, node_metrics, step_metrics
+from app.learner.metrics import (
+    Seen,
+    advantage_metrics,
+    borrowed_metrics,
+    lag_metrics,
+    node_metrics,
+    step_metrics,
+)
 from app.learner.microbatch import Row, row_of
 from app.learner.model import check_weights, trained_weights
 from app.learner.optimizer import adamw
@@ -111,7 +118,7 @@ class GRPOTrainer:
             groups = unpacked(data)
         advantages = batch_advantages([[r.reward for r in g.rollouts] for g in groups], spec.reward_scale)
         rows = [
-            row_of(r, a, self.steps)
+            row_of(r, a, self.steps, one_sided=spec.one_sided)
             for g, values in zip(groups, advantages, strict=True)
             for r, a in zip(g.rollouts, values, strict=True)
             if any(values)
@@ -122,8 +129,7 @@ class GRPOTrainer:
         self._laps.lap("data")
         seen = self._backward(rows, denominator)
         self._laps.lap("backward")
-        values = step_metrics(groups, seen, denominator) | advantage_metrics(advantages) | self._alignment.look()
-        values |= lag_metrics(groups, advantages, self.steps)
+        values = self._metrics(groups, advantages, seen) | self._alignment.look()
         values |= node_metrics(seen.log_ratio, [(owners[i], rows[i].own_tokens) for i in self._runner.order(rows)])
         values |= {"grad_norm": self._clip(), "learning_rate": self._rate(self.steps)}
         self._laps.lap("metrics")
@@ -140,6 +146,12 @@ class GRPOTrainer:
         spent = self._clock() - began
         speed = {"tokens_per_s": denominator / spent if spent > 0 else 0.0}
         return StepMetrics(values["reward"], spent, values, times | speed)
+
+    def _metrics(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]], seen: Seen) -> dict[str, float]:
+        own = [(g, a) for g, a in zip(groups, advantages, strict=True) if not g.borrowed]
+        mine, theirs = [a for _, a in own], [g for g in groups if g.borrowed]
+        values = step_metrics([g for g, _ in own], seen, sum(g.tokens for g, _ in own)) | advantage_metrics(mine)
+        return values | lag_metrics([g for g, _ in own], mine, self.steps) | borrowed_metrics(theirs, seen)
 
     def rehearse(self, rollouts: int, prompts: Sequence[Sequence[int]], completion_tokens: int) -> float:
         """Seconds that a step of `rollouts` would take if every group carried a signal.

@@ -138,15 +138,15 @@ def balanced_bounds(
 
 
 @torch.no_grad()
-def one_sided(log_weight: torch.Tensor, quantised: torch.Tensor) -> torch.Tensor:
-    """What each token's push is multiplied with so that its importance weight is at most 1, where `quantised` is set:
+def one_sided(log_weight: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """What each token's push is multiplied with so that its importance weight is at most 1, where `held` is set:
     min(1, 1 / w), and 1 elsewhere.
 
     After HACPO (arXiv 2603.02604, eq. 13), which gives rollouts of another model no weight above 1: it may teach less
     than the policy's own, never more. There a token with w > 1 is clipped away; here it keeps its push, with weight 1,
     for of the tokens of a policy that differs by rounding alone half have w > 1.
     """
-    return torch.where(quantised, (-log_weight.clamp(min=0)).exp(), 1.0)
+    return torch.where(held, (-log_weight.clamp(min=0)).exp(), 1.0)
 
 
 @torch.no_grad()

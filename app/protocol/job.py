@@ -61,6 +61,10 @@ class StopSpec(Spec):
         return self
 
 
+MOST_ROLLOUTS = 1_000_000
+"""Of a step: the learner holds them all at once."""
+
+
 class BatchSpec(Spec):
     """One learner step consumes `prompts` × `group_size` rollouts."""
 
@@ -84,6 +88,13 @@ class BatchSpec(Spec):
     def _late_is_defined(self) -> Self:
         if self.on_late == "train" and self.group_deadline_s is None:
             raise ValueError('on_late "train" needs group_deadline_s: how long the learner waits for a whole batch')
+        return self
+
+    @model_validator(mode="after")
+    def _fits_a_learner(self) -> Self:
+        count = self.prompts * self.group_size
+        if count > MOST_ROLLOUTS:
+            raise ValueError(f"prompts × group_size is {count}, more than {MOST_ROLLOUTS} rollouts a step")
         return self
 
     @model_validator(mode="after")

@@ -33,6 +33,15 @@ class LoraSpec(Spec):
         return value
 
 
+class BorrowSpec(Spec):
+    """Groups that another job was trained on come to each batch, on top of its own (docs/learner.md)."""
+
+    job: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
+    """A job of the same task that ended well and had `learner.lend`."""
+    share: float = Field(default=0.25, gt=0, le=1)
+    """Of `batch.prompts`: how many groups at most."""
+
+
 class LearnerSpec(Spec):
     """Learning plane: where it runs and how it optimises. Parameters of a loss that isn't chosen have no effect."""
 
@@ -101,6 +110,10 @@ class LearnerSpec(Spec):
     """Largest weight of a token that obrs keeps."""
     one_sided: bool = False
     """Rollouts of quantised weights count at most once: no importance weight of theirs is above 1."""
+    lend: bool = False
+    """Put the groups that each step is made from into the object store, for jobs that borrow them."""
+    borrow: BorrowSpec | None = None
+    """Experimental: mix in groups of another model, one-sided."""
     grad_cosine: bool = False
     """Report the cosine with the previous step's gradient, at the price of one more copy of the weights in memory. An
     adaptive S goes by it, so that it is measured then in any case."""
@@ -165,6 +178,8 @@ class LearnerSpec(Spec):
             raise ValueError("bapo_dual_clip must be at least bapo_high_max")
         if self.one_sided and self.loss == "obrs":
             raise ValueError("one_sided is not defined for obrs, which rejects tokens in place of weighing them down")
+        if self.borrow is not None and self.loss in ("obrs", "decoupled"):
+            raise ValueError(f"borrow is not defined for {self.loss}: groups of another model have no version, no age")
         if self.gac_low > self.gac_high:
             raise ValueError("gac_low must be at most gac_high; give both")
         return self

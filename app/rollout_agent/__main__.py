@@ -1,6 +1,7 @@
 """The agent as a process.
 
-Invariant: exit status 0: ended in order; 1: a fault, or it never got to work. Nothing secret is logged.
+Invariant: exit status 0: ended in order; 1: a fault, or it never got to work; 2: its settings can't be used. Nothing
+secret is logged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import AsyncExitStack
 import httpx
 
 from app.open_files import allow_open_files
-from app.protocol.errors import EchoError
+from app.protocol.errors import BadInput, EchoError
 from app.protocol.startup import MachineFacts
 from app.rollout_agent.agent import Agent
 from app.rollout_agent.choice import engine_for, has_vllm
@@ -39,6 +40,10 @@ def run_agent() -> int:
     allow_open_files()
     try:
         settings = load_settings()
+    except BadInput as error:
+        log.error("%s", error.detail)
+        return 2
+    try:
         if settings.tune_network:
             keep_windows()
         facts = machine_facts(settings.agent_dir, open_nvml())

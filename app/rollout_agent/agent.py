@@ -153,15 +153,19 @@ class Agent:
     async def _join(self) -> tuple[float, JoinAnswer]:
         """When the join was sent, and its answer. Goes on while the control service can't even be reached."""
         request = JoinRequest(
-            agent_version=__version__,
-            engine=self._settings.engine,
-            gpu_name=self._gpu_name[:200],
-            relay_url=self._relay.public_url,
-            facts=self._facts,
-            proofs=provable(self._engine),
-        )
+            agent_version=__version__, engine=self._settings.engine, gpu_name=self._gpu_name[:200],
+            relay_url=self._relay.public_url, facts=self._facts, proofs=provable(self._engine),
+        )  # fmt: skip
         token = self._settings.join_token.get_secret_value()
-        await tell(lambda told: self._client.progress(told, token), self._startup)
+        telling = asyncio.create_task(tell(lambda told: self._client.progress(told, token), self._startup))
+        self._tasks.append(telling)
+        try:
+            return await self._join_with(request, token)
+        except (EchoError, asyncio.CancelledError):
+            telling.cancel()
+            raise
+
+    async def _join_with(self, request: JoinRequest, token: str) -> tuple[float, JoinAnswer]:
         give_up = self._clock() + self._settings.orphan_timeout_s
         while True:
             sent_at = self._clock()

@@ -29,6 +29,12 @@ _KEPT = (
 it samples is of the whole distribution."""
 
 
+_NEEDED = {
+    "control_url": "the address of the control service, such as https://echo2.example.org",
+    "join_token": "the one-time token that it gave to the machine",
+}
+
+
 def _kept(argument: str) -> str | None:
     """The one of ours that an argument would change; it may be shortened, as argparse allows."""
     name = argument.partition("=")[0].replace("_", "-")
@@ -108,8 +114,13 @@ def load_settings(**given: object) -> AgentSettings:
     try:
         return AgentSettings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
-        wrong = "; ".join(f"ECHO2_{'_'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors())
-        raise BadInput(wrong) from None
+        raise BadInput("; ".join(_wrong(e["loc"], e["type"], e["msg"]) for e in error.errors())) from None
+
+
+def _wrong(loc: tuple[int | str, ...], kind: str, message: str) -> str:
+    name = "_".join(map(str, loc))
+    said = f"is not set; expected {_NEEDED.get(name, 'a value')}" if kind == "missing" else message
+    return f"ECHO2_{name.upper()}: {said}"
 
 
 @dataclass(frozen=True, slots=True)

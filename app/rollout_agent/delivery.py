@@ -124,7 +124,7 @@ class Delivery:
         await self._insist(file, groups, slot)
 
     async def _insist(self, file: TrajectoryFile, groups: Sequence[Group], slot: UploadSlot | None) -> None:
-        items, last_deadline = file.request.work_items, max(group.deadline for group in groups)
+        items, deadline = file.request.work_items, max(group.deadline for group in groups)
         oldest = min(group.oldest_version or 0 for group in groups)
         attempt = 0
         while True:
@@ -137,7 +137,8 @@ class Delivery:
                 raise
             except (Unavailable, Conflict) as error:
                 # Conflict: an earlier try of the same file is still being looked at.
-                if self._clock() > last_deadline + HOPELESS_AFTER_S:
+                deadline = max(deadline, self._ledger.deadline(items) or deadline)
+                if self._clock() > deadline + HOPELESS_AFTER_S:
                     self._ledger.settled(items)
                     self._ledger.errors["work_lost"] += len(items)
                     self._ledger.waste("refused", sum(group.own_tokens for group in groups))

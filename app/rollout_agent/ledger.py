@@ -62,6 +62,10 @@ class WorkLedger:
         now = self._clock()
         return [item for item, deadline in {**self._given_up, **self._in_flight}.items() if deadline > now]
 
+    def deadline(self, items: Iterable[str]) -> float | None:
+        """The last deadline of those of these items that are in flight: a lease that was over may have come back."""
+        return max((self._in_flight[item] for item in items if item in self._in_flight), default=None)
+
     def leased(self, deadlines: Mapping[str, float]) -> None:
         """These items are now ours, each until its deadline."""
         self._in_flight.update(deadlines)

@@ -23,6 +23,8 @@ from app.snapshots.sources import Announced, FetchUrls, Source
 from app.snapshots.store import SnapshotStore
 from app.snapshots.upstream import Wire
 
+CLOSE_S = 1.0
+
 
 class Puller:
     """Keeps a SnapshotStore at the newest version. Run `run()` as a task of the node's event loop.
@@ -120,7 +122,13 @@ class Puller:
         finally:
             self._traffic.source = self._incoming = None
             self._wire.close()
-            self._store.close()
+            await self._close_store()
+
+    async def _close_store(self) -> None:
+        """In a thread: what is on the disk may be hashed, or synced, at this moment. That is not waited for long, for
+        a machine that leaves costs money."""
+        closing = asyncio.create_task(asyncio.to_thread(self._store.close))
+        await asyncio.wait({closing}, timeout=CLOSE_S)
 
     async def _pull_for_ever(self) -> None:
         while True:

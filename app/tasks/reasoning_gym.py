@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import threading
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, Self
@@ -108,12 +109,19 @@ class ReasoningGymTask:
     def _scan(self, split: Literal["train", "heldout"], index: int) -> None:
         """Draw items until the split has its prompt number `index` or the dataset is at its end."""
         while len(self._rows[split]) <= index and self._scanned < self._size:
-            question = self._dataset[self._scanned]["question"]
+            question = self._question(self._scanned)
             key = question.encode()
             if key not in self._seen:
                 self._seen.add(key)
                 self._rows["heldout" if is_heldout(question) else "train"].append(self._scanned)
             self._scanned += 1
+
+    def _question(self, item: int) -> str:
+        try:
+            return str(self._dataset[item]["question"])
+        except _UNREADABLE as error:
+            # Nothing it was made of is refused by the package before it fails to make a question of it.
+            raise _wrong("", f"{self.name} can't make its question {item} with these parameters: {error}") from error
 
 
 def _checked(params: Mapping[str, JsonValue]) -> tuple[str, int, dict[str, JsonValue]]:
@@ -128,12 +136,18 @@ def _checked(params: Mapping[str, JsonValue]) -> tuple[str, int, dict[str, JsonV
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_SIZE:
         raise _wrong("/size", f"size {size!r} must be a whole number from 1 to {MAX_SIZE}")
     rest = {key: value for key, value in params.items() if key not in ("dataset", "size")}
-    fields = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
+    fields = {f.name: f.default for f in dataclasses.fields(DATASETS[name][1]) if f.name not in ("seed", "size")}
     for key in rest:
         if key not in fields:
-            detail = f"{key!r} is not a parameter of dataset {name!r}; known: {', '.join(sorted(fields | {'size'}))}"
+            detail = f"{key!r} is not a parameter of dataset {name!r}; known: {', '.join(sorted([*fields, 'size']))}"
             raise _wrong(f"/{key}", detail + ("; the seed is the job's" if key == "seed" else ""))
+        if _is_number(fields[key]) and not _is_number(rest[key]):
+            raise _wrong(f"/{key}", f"{key} is {json.dumps(rest[key])[:50]}, expected a number such as {fields[key]}")
     return name, size, rest
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _wrong(pointer: str, detail: str) -> BadInput:

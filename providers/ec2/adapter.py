@@ -45,7 +45,8 @@ FRESH_S = 120.0
 """For this long EC2 may not see an instance that it just made."""
 FRESH_TRIES, FRESH_PAUSE_S = 5, 1.0
 PRICE_AGE = timedelta(minutes=15)
-POLL_S = 20
+POLL_S = 5
+"""A message ends a wait at once; the end of the service has to wait for the rest of it."""
 OnRequest = Callable[[str, str, str], None]
 
 

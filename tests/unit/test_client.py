@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from app import client as module
+from app.cli import app
 from app.client import Problem, address, api_key, call, client, unwrap
 from app.protocol.errors import Malformed, Unauthorized, Unavailable
 
@@ -173,3 +175,15 @@ def test_a_change_without_an_answer_may_have_happened(
     service(silent)
     with pytest.raises(Unavailable, match=says):
         call(method, "/v1/jobs", b"{}" if method == "POST" else None)
+
+
+@pytest.mark.parametrize("given", ["", "..", "../fleet", "job_1/fleet", "job_1?format=json", "job 1", "%2e%2e"])
+@pytest.mark.parametrize(
+    "command", ["job show", "job watch", "job cancel", "job learner-token", "fleet", "cost", "offers", "keys revoke"]
+)
+def test_what_is_no_id_asks_for_nothing_else(
+    service: Callable[[Answer], list[httpx.Request]], command: str, given: str
+) -> None:
+    seen = service(lambda r: httpx.Response(200, text="a table of something else"))
+    assert CliRunner().invoke(app, [*command.split(), given]).exit_code == 2
+    assert seen == []

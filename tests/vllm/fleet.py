@@ -37,6 +37,15 @@ REPOSITORY = Path(__file__).parents[2]
 GROUP, MAX_TOKENS, POSITIONS = 4, 300, 512
 TASK = {"name": "turns.py:Turns", "limits": {"processes": 1}}
 SILENCE_S = 8.0
+PATIENT = """
+import sys
+from app.rollout_agent import agent
+from app.rollout_agent.__main__ import run_agent
+agent.UNHEARD_S, agent.STOP_GRACE_S, agent.SIGNAL_CUT_S = 30.0, 40.0, 0.0
+sys.exit(run_agent())
+"""
+"""The agent, which after a signal gives its service the seconds that one needs beside two engines on a busy machine,
+and its engine none: the model's samples are short, and of some tests none may end by itself."""
 
 
 class WallClock(FakeClock):
@@ -181,13 +190,13 @@ class Fleet:
         return self.world.provider
 
     async def man(self, instance: str, **env: str) -> Machine:
-        """Start `python -m app.rollout_agent` on a rented machine."""
+        """Start an agent on a rented machine."""
         folder = self.root / f"machine-{instance}"
         folder.mkdir()
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         with (folder / "agent.log").open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "app.rollout_agent",
+                sys.executable, "-c", PATIENT,
                 cwd=REPOSITORY,
                 env={
                     **kept,
@@ -267,7 +276,7 @@ class Fleet:
                 machine.process.terminate()
         for machine in self.machines.values():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(machine.process.wait(), 20)
+                await asyncio.wait_for(machine.process.wait(), 60)
             if machine.process.returncode is None:
                 machine.process.kill()
                 await machine.process.wait()

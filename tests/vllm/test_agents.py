@@ -34,6 +34,9 @@ AGREES = 0.02
 START_S = 400.0
 BEGUN = 100
 """Tokens of an engine with 16 samples, most of which take hundreds."""
+MANY = 12
+"""Samples side by side, of 16 at most."""
+RUNNING = "vllm:num_requests_running{"
 MADE, CUT = "vllm:generation_tokens_total{", 'vllm:request_success_total{engine="0",finished_reason="abort"'
 VLLM = {
     "ECHO2_ENGINE": "vllm", "ECHO2_VLLM_PYTHON": PYTHON, "ECHO2_VLLM_MAX_SEQUENCES": "16", "ECHO2_THREADS": "1",
@@ -74,11 +77,14 @@ async def at(at_work: Fleet, number: int) -> tuple[Machine, str]:
 
 
 async def until_sampling(at_work: Fleet, number: int) -> tuple[Machine, str]:
-    """The n-th machine and its node, which has just been given work and has begun it."""
+    """The n-th machine and its node, which has just been given work and has begun it: its engine is full of samples."""
     machine, node = await at(at_work, number)
     await at_work.until_busy(node)
     deadline, before = time.monotonic() + 60, await counted(machine.process.pid, MADE)
-    while await counted(machine.process.pid, MADE) < before + BEGUN:
+    while (
+        await counted(machine.process.pid, MADE) < before + BEGUN
+        or await counted(machine.process.pid, RUNNING) < MANY
+    ):  # fmt: skip
         assert time.monotonic() < deadline, at_work.logs()
         await asyncio.sleep(0.02)
     return machine, node
@@ -153,7 +159,7 @@ async def test_what_a_terminated_node_had_begun_another_one_finishes(at_work: Fl
     machine, node = await until_sampling(at_work, 0)
     at_work.away_for_work = True
     machine.process.terminate()
-    assert await asyncio.wait_for(machine.process.wait(), 20) == 0, machine.log
+    assert await asyncio.wait_for(machine.process.wait(), 60) == 0, machine.log
     assert machine.descendants() == [], "its vLLM is gone"
     begun: dict[str, WorkItem] = {
         item.id: item for item in await at_work.world.items(at_work.job_id) if item.partial_key is not None
@@ -220,7 +226,10 @@ async def test_a_node_whose_engine_is_killed_loads_it_again_and_loses_no_group(
     assert node in [n.id for n in await at_work.until_active(1, 60, version=version)], "it is the same node"
     row = await at_work.world.node_row(node)
     assert row.errors["engine_died"] == 1
-    assert set(row.tokens_wasted) == {"engine_died"}, "samples that were in the engine, and nothing else"
+    # What it had from before its leases were long may have gone to the other node while it loaded: then it comes late.
+    late = any(item.attempts > 1 for item in await at_work.world.items(at_work.job_id) if item.id in before)
+    assert row.tokens_wasted["engine_died"] > 0
+    assert set(row.tokens_wasted) - {"engine_died"} <= ({"refused"} if late else set()), "and nothing else"
 
 
 async def test_a_killed_node_loses_only_what_it_had_not_handed_in(at_work: Fleet) -> None:

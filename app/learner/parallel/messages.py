@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from app.learner.buffer import Group
 from app.protocol import trajectory
@@ -47,8 +48,8 @@ class Progress(Strict):
 
 
 def packed(groups: Sequence[Group]) -> bytes:
-    """Whole groups in their order."""
-    return trajectory.encode([r for g in groups for r in g.rollouts])
+    """Whole groups in their order, without proofs: training has no use for them, and borrowed groups have none."""
+    return trajectory.encode([replace(r, proofs=None) for g in groups for r in g.rollouts])
 
 
 def unpacked(data: bytes) -> list[Group]:

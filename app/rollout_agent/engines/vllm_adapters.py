@@ -51,11 +51,15 @@ class Adapters:
         return name
 
     async def put_in_force(self, name: str, *, cut: bool) -> None:
-        """New requests are of this one. `cut`: what runs under the others comes back as it is."""
+        """New requests are of this one. `cut`: what runs under the others comes back as it is, or ends under them if
+        the engine does not cut it in time: this one is in force all the same."""
         self.name = name
         for other in [n for n in self._names if n != name]:
             if cut:
-                await self._cut(other)
+                try:
+                    await self._cut(other)
+                except Unavailable as error:
+                    log.warning("what runs under adapter %s goes on: %s", other, error.detail)
             if not self._life.models()[other]:
                 await self.drop(other)
 

@@ -1,4 +1,4 @@
-"""What is known of prompts and of groups that were accepted before."""
+"""What is known of prompts and of completions that were accepted before."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class PromptStats(Base):
 
 
 class GroupPrint(Base):
-    """Fingerprint of an accepted group that chance would not make twice."""
+    """Fingerprint of a completion of an accepted group that chance does not make often."""
 
     __tablename__ = "group_prints"
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(primary_key=True)
     """`app/protocol/copies.py`."""
     work_item: Mapped[str]
+    """The group that had it first."""

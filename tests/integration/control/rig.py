@@ -389,6 +389,8 @@ class Node_:
         self.state = "active"
         self.directives: dict[str, Any] = {}
         self.down = self.up = 0
+        self.asks = True
+        """As every agent it has a request for work under way, though the test may show none."""
 
     async def join(self) -> None:
         """Use the join token."""
@@ -423,6 +425,8 @@ class Node_:
         )
         assert answer.status_code == 200, answer.text
         self.directives = answer.json()
+        if self.asks:
+            self.world.svc.core.idle.asked(self.id, self.world.clock())
 
     async def ask(self, count: int = 100) -> dict[str, Any]:
         """Ask for work without waiting."""

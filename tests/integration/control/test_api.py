@@ -230,6 +230,27 @@ async def test_steps_and_events_come_in_pages(control: World) -> None:
     assert ids == [e.id for e in await control.events(job_id)]
 
 
+async def test_keys_come_in_pages(control: World) -> None:
+    for name in ("a", "b", "c"):
+        assert (await control.http.post("/v1/keys", json={"name": name})).status_code == 201
+    whole = [k["id"] for k in (await control.get("/v1/keys"))["items"]]
+    first = await control.get("/v1/keys", limit=2)
+    assert len(first["items"]) == 2
+    second = await control.get("/v1/keys", limit=len(whole), cursor=first["next_cursor"])
+    assert [k["id"] for k in first["items"] + second["items"]] == whole
+    assert second["next_cursor"] is None
+    assert "more: cursor=" in (await control.http.get("/v1/keys?limit=1&format=text")).text
+    for wrong in ("limit=0", "limit=1001", "cursor=zzz"):
+        assert (await control.http.get(f"/v1/keys?{wrong}")).status_code == 422
+
+
+async def test_a_format_that_is_not_there_is_named(control: World) -> None:
+    for path, formats in (("/v1/jobs", "text or json"), ("/v1/ledger", "text, json or csv")):
+        answer = await control.http.get(f"{path}?format=xml")
+        assert answer.status_code == 422
+        assert answer.json()["errors"] == [{"pointer": "/format", "detail": f"must be {formats}"}]
+
+
 async def test_reads_give_tables_for_curl(control: World) -> None:
     job_id = await control.create()
     learner, (node,) = await control.running(job_id)

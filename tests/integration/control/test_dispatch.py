@@ -13,7 +13,7 @@ from app.fleet.admission import prompt_at
 from app.protocol.pruning import informative
 from app.protocol.trajectory import Rollout, encode
 from app.protocol.work import UploadSlot, WorkItem
-from app.storage.models import Job, PromptStats
+from app.storage.models import Job, Node, PromptStats
 from app.storage.models import WorkItem as Row
 from tests.integration.control.conftest import BOTH
 from tests.integration.control.rig import GROUP, MU, Learner, Node_, World
@@ -195,6 +195,64 @@ async def test_a_group_that_was_accepted_before_is_refused_under_another_work_it
     # A short confident answer comes as often as it likes.
     assert len(await node.produce(2)) == 2
     assert sum(len(ref.work_items) for ref in await learner.poll()) == 4
+
+
+async def test_one_completion_that_was_accepted_before_is_enough(control: World) -> None:
+    """Of an earlier group one sample was kept and all others are new."""
+    job_id = await control.create(stop={"steps": 50})
+    await control.ready_learner(job_id, train_prompts=1)
+    await control.round()
+    await control.round(10)
+    node = await control.join(next(r for r in control.provider.live() if r.env))
+    first, _ = await node.work(1)
+    rows = _of_length(node, first, 15)
+    assert (await _answer(node, first, rows)).json()["accepted"] == [first[0].id]
+    second, _ = await node.work(1)
+    mixed = [replace(rows[0], work_item=second[0].id), *_of_length(node, second, 11)[1:]]
+    answer = await _answer(node, second, mixed)
+    assert (answer.status_code, answer.json()["reason"]) == (422, "replayed")
+    assert first[0].id in answer.json()["detail"]
+    row = await control.node_row(node.id)
+    assert (row.caught or "").startswith("replayed: 1 completions of work item ")
+
+
+async def test_two_groups_of_a_file_are_held_against_each_other(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    await control.ready_learner(job_id, train_prompts=1)
+    await control.round()
+    await control.round(10)
+    node = await control.join(next(r for r in control.provider.live() if r.env))
+    items = [item for _ in range(2) for item in (await node.work(1))[0]]
+    rows = [row for item in items for row in _of_length(node, [item], 10)]
+    assert (await _answer(node, items, rows)).json()["reason"] == "replayed"
+    assert [i.status for i in await control.items(job_id)] == ["pending", "pending"]
+
+
+async def test_a_group_that_is_withdrawn_may_be_answered_with_the_same_again(control: World) -> None:
+    """What is on record of its first answer is no other group's."""
+    job_id = await control.create()
+    _, (liar, other) = await control.running(job_id, nodes=2)
+    items, _ = await liar.work(1)
+    assert (await _answer(liar, items, _of_length(liar, items, 10))).json()["accepted"] == [items[0].id]
+    async with control.svc.core.db.write() as session:
+        (await session.get_one(Node, liar.id)).caught = "copied: seen by the test"
+    await control.round()
+    again, _ = await other.work(1)
+    assert [i.id for i in again] == [items[0].id]
+    assert (await _answer(other, again, _of_length(other, again, 10))).json()["accepted"] == [items[0].id]
+
+
+async def test_a_group_that_goes_out_again_has_other_random_numbers(control: World) -> None:
+    """Who had it before could sample the same answers with the same numbers, and hand them in elsewhere first: the
+    honest node would be taken for the copier."""
+    job_id = await control.create()
+    _, (one, two) = await control.running(job_id, nodes=2)
+    (before,), _ = await one.work(1)
+    await one.post("reports", {"kind": "handed_back", "subject": "work", "work_items": [before.id]})
+    (after,), _ = await two.work(1)
+    assert after.id == before.id
+    assert after.seed != before.seed
+    assert 0 <= after.seed < 2**63
 
 
 async def test_a_group_of_copies_is_refused(control: World) -> None:

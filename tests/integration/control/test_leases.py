@@ -170,9 +170,13 @@ async def test_search_that_fails_rents_nothing_and_is_told(control: World, provi
     await control.round(10)
     assert provider.creates.total() == 0
     assert "no_offers" in await control.kinds(job_id)
+    assert (await control.job(job_id))["status_reason"] == (
+        "waits for machines: no offer that the job may rent; see /v1/offers for why"
+    )
     provider.search_error = None
     await control.round(10)
     assert provider.creates.total() == 1
+    assert (await control.job(job_id))["status_reason"] == "renting the first nodes"
 
 
 async def test_ghost_is_destroyed_again_and_paid_for(control: World, provider: FakeProvider) -> None:

@@ -188,8 +188,8 @@ async def test_learner_that_dies_while_it_saves_is_started_once_more(control: Wo
 async def test_standstill_is_told_with_what_each_part_does_and_ends_the_job_at_last(control: World) -> None:
     job_id = await control.create()
     learner, (node,) = await control.running(job_id)
-    for _ in range(45):
-        control.clock.advance(10)
+    for _ in range(10):
+        control.clock.advance(45)
         await node.beat()
         await learner.beat("waiting")
         await control.round()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from app.fleet.trajectories import PAGE
+import pytest
+
+from app.fleet import trajectories
 from app.protocol.trajectory import encode
 from tests.integration.control.rig import World
 
@@ -25,10 +27,13 @@ async def test_file_of_a_version_that_is_being_published_waits_for_the_learners_
     assert "trajectory_refused" not in await control.kinds(job_id)
 
 
-async def test_learner_that_starts_anew_need_not_page_through_what_was_trained_on(control: World) -> None:
+async def test_learner_that_starts_anew_need_not_page_through_what_was_trained_on(
+    control: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories, "PAGE", 6)
     job_id = await control.create(stop={"steps": 1000})
     learner, (node,) = await control.running(job_id)
-    for _ in range(PAGE // 2 + 1):
+    for _ in range(trajectories.PAGE // 2 + 1):
         await learner.train([(await node.produce(1))[0], (await node.produce(1))[0]])
         await learner.publish(learner.step)
         node.version = learner.step

@@ -156,6 +156,7 @@ async def test_a_provider_that_does_not_answer_holds_up_neither_budgets_nor_rele
     monkeypatch.setattr("app.fleet.accounts.ANSWER_S", 0.05)
     dumb = Hanging(clock, machines(9.0), name="dumb")
     dumb.answers.set()
+    provider.download_micros_gb = 0
     async with open_world(others=[dumb]) as control:
         job_id = await control.create(budget_usd="0.03", fleet={"max_nodes": 1})
         learner, (node,) = await control.running(job_id)

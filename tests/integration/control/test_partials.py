@@ -292,7 +292,11 @@ async def test_who_finishes_what_another_node_replayed_is_not_taken_for_the_chea
     first, _ = await one.work(1)
     assert (await _finish(one, first, long(first, 1.0))).json()["accepted"] == [first[0].id]
     second, _ = await one.work(1)
-    body = await _put(one, long(second, 0.0))
+    cut = [
+        replace(r, completion_ids=r.completion_ids[:9], logprobs=[-2.0] * 9, finish_reason="abort")
+        for r in long(second, 0.0)
+    ]
+    body = await _put(one, cut)
     assert (await one.post("partials", body)).json() == {"taken": [second[0].id]}
     got, _ = await two.work(1)
     assert (await _finish(two, got, long(got, 1.0))).json()["reason"] == "replayed_begun"
@@ -302,6 +306,24 @@ async def test_who_finishes_what_another_node_replayed_is_not_taken_for_the_chea
     assert (again[0].id, again[0].partial) == (second[0].id, None)
     assert (await _finish(two, again, two.rollouts(again))).json()["accepted"] == [second[0].id]
     assert sum(len(ref.work_items) for ref in await learner.poll()) == 2
+
+
+async def test_a_beginning_of_what_was_accepted_before_is_refused_where_it_comes_from(control: World) -> None:
+    job_id = await control.create(stop={"steps": 50})
+    await control.ready_learner(job_id, 2, train_prompts=1)
+    await control.round()
+    await control.round(10)
+    one, *_ = [await control.join(r) for r in control.provider.live() if r.env]
+    unlikely = {"completion_ids": [4, 5, 6], "logprobs": [-10.0] * 3}
+    first, _ = await one.work(1)
+    rows = [replace(r, completion_ids=[4, 5, r.sample_index]) for r in one.rollouts(first, **unlikely)]
+    assert (await _finish(one, first, rows)).json()["accepted"] == [first[0].id]
+    second, _ = await one.work(1)
+    # Of two samples one is a copy; the other was only begun.
+    begun = [replace(rows[0], work_item=second[0].id, reward=0.0), *_begun(one, second, sample_index=1)]
+    assert (await _hand_back(one, begun)).json()["reason"] == "replayed"
+    row = await control.node_row(one.id)
+    assert (row.drain, (row.caught or "").partition(":")[0]) == (False, "replayed")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +373,7 @@ async def test_what_a_job_that_is_over_leaves_behind_is_removed(control: World) 
         for r in node.rollouts(done)
     ]
     assert (await _finish(node, done, rows)).json()["accepted"] == [done[0].id]
-    assert await _prints(control) == [done[0].id]
+    assert await _prints(control) == [done[0].id] * 2
     items, _ = await node.work(1)
     body = await _put(node, _begun(node, items))
     await node.post("partials", body)

@@ -70,6 +70,15 @@ def test_a_database_that_can_not_be_opened_is_named_by_its_setting(tmp_path: Pat
         assert len(said.strip().splitlines()) == 1
 
 
+def test_a_folder_that_can_not_be_the_object_store_is_named_by_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    status, said = echo2(tmp_path, "serve", ECHO2_OBJECT_STORE_URL=(tmp_path / "file").as_uri())
+    assert status == 1
+    assert said.startswith("unavailable: ECHO2_OBJECT_STORE_URL: ")
+    assert len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "state" / "marketplace.log").exists()
+
+
 def test_a_start_that_fails_late_has_failed(tmp_path: Path) -> None:
     """Such as that of an older version on the database of a newer one."""
     with closing(sqlite3.connect(tmp_path / "newer.db")) as database:

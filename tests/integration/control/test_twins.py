@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from app.fleet.admission import item_seed, prompt_at
+from app.fleet.selection import compare
 from app.protocol.trajectory import encode
 from app.protocol.work import UploadSlot, WorkItem
 from app.storage.models import Twin
@@ -227,6 +228,37 @@ async def test_groups_that_several_nodes_wrote_are_not_compared(control: World) 
     (twin,) = await twins(control)
     assert twin.compared_at is None
     assert (await control.node_row(one.id)).twins == 0
+
+
+async def test_a_node_that_is_left_alone_has_both_and_is_not_compared_with_itself(control: World) -> None:
+    _, _, (one, two) = await running(control, 2)
+    (first,), _ = await one.work(1)
+    (twin,) = await twins(control)
+    await two.leave()
+    more, _ = await one.work(4)
+    assert twin.second in {i.id for i in more}
+    assert await answer(one, [first], honest) == [first.id]
+    assert twin.second in await answer(one, more, chosen)
+    assert [t.compared_at for t in await twins(control)] == [None]
+    row = await control.node_row(one.id)
+    assert (row.twins, row.twin_doubt) == (0, 0.0)
+
+
+async def test_what_versions_far_apart_say_counts_for_less(control: World) -> None:
+    _, learner, (one, two) = await running(control, 2, staleness_budget=10)
+    (first,), _ = await one.work(1)
+    for version in range(1, 5):
+        await learner.train([])
+        await learner.publish(version)
+    two.version = 4
+    await two.beat()
+    (second,), _ = await two.work(1)
+    await answer(one, [first], honest)
+    await answer(two, [second], chosen)
+    (twin,) = [t for t in await twins(control) if t.compared_at is not None]
+    expected = compare([honest(i) for i in range(8)], [1.0] * 8, 4)
+    assert (twin.rise, twin.fall) == (pytest.approx(expected.rise), pytest.approx(expected.fall))
+    assert max(twin.fall) < max(compare([honest(i) for i in range(8)], [1.0] * 8, 0).fall)
 
 
 async def test_an_answer_too_late_to_be_trained_on_still_says_what_it_says(control: World) -> None:

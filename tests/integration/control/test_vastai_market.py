@@ -19,7 +19,7 @@ from tests.integration.control.market_rig import KEY, Vast, vast_market
 from tests.integration.control.rig import FakeClock, Learner, World
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
-HOUR_S = 3600
+SPAN_S = 1200
 SOME_MICROS = 100
 """What ten minutes cost at least; less is a rest of seconds."""
 
@@ -31,7 +31,7 @@ async def started(control: World, nodes: float = 1.0, **fleet: Any) -> tuple[str
     return job_id, learner
 
 
-async def test_an_hour_keeps_the_limits_and_polls_by_the_list_alone(
+async def test_twenty_minutes_keep_the_limits_and_poll_by_the_list_alone(
     open_world: OpenWorld, clock: FakeClock, tmp_path: Path
 ) -> None:
     options = {"reconcile_seconds": 60, "offer_refresh_seconds": 30, "heartbeat_timeout_seconds": 86_400}
@@ -46,16 +46,16 @@ async def test_an_hour_keeps_the_limits_and_polls_by_the_list_alone(
             await vast.join(control, contract)
         await vast.rounds(control, 2, 30)
         before, began = vast.calls, clock.now
-        while clock.now - began < HOUR_S - 120:  # a whole one without a step would end the job
+        while clock.now - began < SPAN_S:
             await learner.beat()
             await vast.rounds(control, 1, 30)
-        hour = {call: count - before.get(call, 0) for call, count in vast.calls.items()}
-        assert hour.get("show", 0) == 0, "no look at single instances while nothing happens"
-        assert hour.get("create", 0) + hour.get("destroy", 0) == 0
-        assert HOUR_S / 60 - 5 <= hour["list"] <= HOUR_S / 60 + 2
-        assert hour["search"] <= HOUR_S / 30 + 2
-        assert {call for call in hour if hour[call]} <= {*THRESHOLDS, "user"}
-        assert all(hour[call] <= HOUR_S / THRESHOLDS.get(call, 1.0) for call in hour)
+        made = {call: count - before.get(call, 0) for call, count in vast.calls.items()}
+        assert made.get("show", 0) == 0, "no look at single instances while nothing happens"
+        assert made.get("create", 0) + made.get("destroy", 0) == 0
+        assert SPAN_S / 60 - 3 <= made["list"] <= SPAN_S / 60 + 2
+        assert made["search"] <= SPAN_S / 30 + 2
+        assert {call for call in made if made[call]} <= {*THRESHOLDS, "user"}
+        assert all(made[call] <= SPAN_S / THRESHOLDS.get(call, 1.0) for call in made)
         await control.http.post(f"/v1/jobs/{job_id}/cancel")
         await learner.done("finished")
         await vast.rounds(control, 8, 30)

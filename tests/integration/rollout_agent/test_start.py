@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from app.protocol.hub import HubRef
 from app.protocol.node import NodeState
@@ -90,6 +93,24 @@ async def test_every_step_of_the_start_is_told_and_the_first_speed_before_the_fi
             assert beat.tokens_per_s is not None
             assert beat.tokens_per_s >= beat.rollouts_per_s
             assert control.committed == {}
+
+
+async def test_the_join_does_not_wait_for_the_first_word_to_be_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = asyncio.Event()
+
+    async def hangs(self: Control, request: Request) -> Response:
+        await over.wait()
+        return Response(status_code=204)
+
+    monkeypatch.setattr(Control, "_progress", hangs)
+    async with running(tmp_path) as (control, _), living(control, tmp_path / "node"):
+        try:
+            async with asyncio.timeout(6):
+                await eventually(lambda: len(control.joins) == 1, "it has joined")
+        finally:
+            over.set()
 
 
 async def test_its_heart_beats_while_the_engine_loads(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.snapshots import Source, decode, upload
+from app.snapshots import Source, decode, puller, upload
 from app.snapshots.frames import KEEP_ALIVE, frame
 from tests.integration.snapshots.helpers import (
     LEAF,
@@ -434,3 +435,26 @@ async def test_a_failing_installation_ends_the_puller_with_its_error(tmp_path: P
         node = Node(tmp_path / "N", [Source("learner", url(head))], client, on_complete=install)
         with pytest.raises(ZeroDivisionError, match="engine"):
             await asyncio.wait_for(node.puller.run(), 20)
+
+
+async def test_a_puller_that_ends_does_not_wait_for_the_disk(
+    tmp_path: Path, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes that an earlier process received are hashed at that moment: hearts beat, and the node leaves."""
+    monkeypatch.setattr(puller, "CLOSE_S", 0.05)
+    node = Node(tmp_path / "N", [], client)
+    hashing, ended = threading.Event(), threading.Event()
+
+    def hashes() -> bool:
+        with node.store._begin_lock:
+            hashing.set()
+            return ended.wait(10)
+
+    disk = asyncio.create_task(asyncio.to_thread(hashes))
+    await asyncio.to_thread(hashing.wait, 10)
+    pulling = asyncio.create_task(node.puller.run())
+    await asyncio.sleep(0)
+    pulling.cancel()
+    await asyncio.wait({pulling})
+    ended.set()
+    assert await disk, "the loop stood still until the disk was done"

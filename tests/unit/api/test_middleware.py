@@ -158,3 +158,32 @@ async def test_a_body_that_has_ended_is_not_waited_for() -> None:
     scope = {"type": "http", "method": "PUT", "path": "/", "headers": []}
     await BodyLimitMiddleware(inner, max_bytes=10)(scope, receive, send)  # type: ignore[arg-type]
     assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize("stopping", [True, False])
+async def test_what_the_end_of_the_service_cuts_off_is_answered(
+    app: FastAPI, client: httpx.AsyncClient, stopping: bool
+) -> None:
+    polled, cut = asyncio.Event(), asyncio.Event()
+
+    @app.get("/poll")
+    async def poll() -> None:
+        polled.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cut.set()
+
+    app.state.stopping = stopping
+    call = asyncio.create_task(client.get("/poll"))
+    await asyncio.wait_for(polled.wait(), 5)
+    call.cancel()
+    if stopping:
+        answer = await asyncio.wait_for(call, 5)
+        assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+        assert answer.headers["connection"] == "close"
+        assert answer.headers["x-request-id"]
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert cut.is_set()

@@ -185,6 +185,7 @@ async def test_a_surprise_leaks_nothing_and_can_be_found_in_the_log(
     with caplog.at_level(logging.ERROR):
         answer = await client.get("/raise/secret?token=hunter3", headers={"x-request-id": "my-id-1"})
     content = check(answer, 500, "internal")
+    assert answer.headers["connection"] == "close", "as the server does it"
     assert answer.headers.get_list("x-request-id") == ["my-id-1"]
     assert "my-id-1" in str(content["detail"])
     for text in ("hunter2", "RuntimeError", "Traceback"):

@@ -92,6 +92,22 @@ def test_the_public_url_can_be_dialled(monkeypatch: pytest.MonkeyPatch, host: st
     assert load_settings().public_url == "https://echo2.example.org"
 
 
+@pytest.mark.parametrize("name", ["port", "tick_seconds", "learner_processes", "bubble_bound", "max_usd_total"])
+def test_a_switch_of_the_file_is_no_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    (tmp_path / "echo2.toml").write_text(f"{name} = true\n")
+    monkeypatch.setenv("ECHO2_CONFIG", "echo2.toml")
+    assert refused().startswith(f"ECHO2_{name.upper()} (in ")
+
+
+@pytest.mark.parametrize("name", ["state_dir", "task_dir", "priors_file"])
+def test_an_empty_path_of_the_file_is_not_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "echo2.toml").write_text(f'{name} = ""\n')
+    monkeypatch.setenv("ECHO2_CONFIG", "echo2.toml")
+    assert refused().startswith(f"ECHO2_{name.upper()} (in ")
+
+
 def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHO2_ADMIN_KEY", "")
     monkeypatch.setenv("ECHO2_PORT", "")

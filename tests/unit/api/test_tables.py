@@ -47,8 +47,9 @@ def test_the_accept_header_decides(accept: str | None, text: bool) -> None:
 def test_the_format_parameter_wins() -> None:
     assert wants_text(request("application/json", "format=text"))
     assert not wants_text(request("text/plain", "format=json"))
-    with pytest.raises(BadInput, match="text or json"):
+    with pytest.raises(BadInput, match="text or json") as refused:
         wants_text(request(None, "format=xml"))
+    assert [e.pointer for e in refused.value.errors] == ["/format"]
 
 
 def test_columns_are_aligned_and_numbers_go_right() -> None:

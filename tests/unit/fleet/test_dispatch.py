@@ -70,6 +70,12 @@ def test_an_older_version_leaves_less_time() -> None:
         assert found.ordinals == ordinals
 
 
+@pytest.mark.parametrize("speed", [None, 1000.0])
+def test_under_a_version_that_is_over_a_node_gets_nothing_beside_what_it_has(speed: float | None) -> None:
+    for waiting in (_new(None), _new(0.0)):
+        assert _given(waiting, version=6, speeds=Speeds(speed, [1000.0]), held_tokens=1.0).ordinals == []
+
+
 def test_what_nobody_can_finish_in_time_goes_to_who_asks_one_at_a_time() -> None:
     slow = Speeds(10.0, [10.0])
     assert _given(_new(5000, 5000), speeds=slow).ordinals == [100]

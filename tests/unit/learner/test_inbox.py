@@ -246,3 +246,15 @@ def test_of_a_pruned_group_half_comes_under_its_own_numbers(tmp_path: Path, samp
     taken, dropped = buffer.take(0, 3, 1)
     assert [[r.sample_index for r in g.rollouts] for g in taken] == ([sorted(samples)] if arrives else [])
     assert [d.work_item for d in dropped] == ([] if arrives else ["a"])
+
+
+def test_a_file_that_was_replaced_by_another_size_is_refused_without_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store, buffer, inbox, _ = setup(tmp_path)
+    ref = reference(store, [group("a")])
+    store.put(ref.key, bytes(ref.size + 1))
+    monkeypatch.setattr(store, "get", lambda key: pytest.fail("it may not fit into memory"))
+    inbox.take(ref)
+    assert outcome(buffer) == ([], ["a"])
+    assert inbox.invalid == {"integrity": 1}

@@ -157,3 +157,20 @@ def test_advantages_that_do_not_spread_say_so():
         "advantage_std": pytest.approx(2.5**0.5),
         "advantage_max": 2.0,
     }
+
+
+@pytest.mark.parametrize("call", ["add_scalar", "flush", "close"])
+def test_a_board_that_fails_costs_nothing_but_the_board(tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str):
+    """W&B's run is written by a process of its own, which may be killed."""
+    board = Board()
+
+    def gone(*args: object) -> None:
+        raise BrokenPipeError("its helper is gone")
+
+    setattr(board, call, gone)
+    journal = Journal(tmp_path, resume_step=0, board=board)
+    for step in (1, 2):
+        journal.step(report(step))
+    journal.close()
+    assert [r["step"] for r in rows(tmp_path)] == [1, 2]
+    assert caplog.text.count("its helper is gone") == 1

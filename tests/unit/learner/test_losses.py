@@ -170,7 +170,7 @@ def test_any_log_ratio_gives_a_finite_loss_and_gradient(loss, one_sided, rows):
     answers = torch.arange(len(rows)) // 3
     tokens = Tokens(new, old, advantages, torch.tensor([x for *_, x in rows]), answers, old, torch.rand(len(rows)))
     if one_sided:
-        tokens = dataclasses.replace(tokens, quantised=torch.arange(len(rows)) % 2 == 0)
+        tokens = dataclasses.replace(tokens, held=torch.arange(len(rows)) % 2 == 0)
     changes = {"loss": loss, "kl_beta": 0.1, "replay_ratio": ("off", "token", "sequence")[len(rows) % 3]}
     made, gradient = evaluated(SPEC.model_copy(update=changes), tokens)
     assert torch.isfinite(made.objective).all()

@@ -45,7 +45,7 @@ def pushes(
     advantages = torch.full((len(ratios),), advantage, dtype=torch.float64)
     lag, sequence = torch.ones(len(ratios), dtype=torch.long), torch.zeros(len(ratios), dtype=torch.long)
     mark = None if quantised is None else torch.tensor(quantised)
-    tokens = Tokens(logprobs, behaviour, advantages, lag, sequence, quantised=mark)
+    tokens = Tokens(logprobs, behaviour, advantages, lag, sequence, held=mark)
     limits = Limits()
     if spec.loss in WHOLE_STEP:
         limits = whole_step(spec, weights.log_ratio(logprobs.detach(), behaviour), advantages)

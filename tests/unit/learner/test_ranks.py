@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from app.learner.config import LearnerSettings, load_settings
 from app.learner.microbatch import Row, collate, completion_logprobs, share, split
 from app.learner.objects import open_objects
 from app.learner.packing import check_packing
+from app.learner.parallel import ranks
 from app.learner.parallel.launch import launch
 from app.learner.parallel.messages import packed, unpacked
 from app.learner.parallel.ranks import ALONE, Group
@@ -167,6 +170,50 @@ def test_a_rank_that_is_late_hears_all_that_was_announced_and_nothing_is_left_of
         lead.announce("weights")
     assert [n for n in range(5) if store.check([f"command/{n}"])] == [3, 4]
     lead.close()
+
+
+def test_a_rank_waits_for_as_long_as_rank_0_gives_signs_of_life():
+    class Living(dist.HashStore):  # type: ignore[misc]
+        """Another sign at each look, and after ten minutes an announcement."""
+
+        looks = 0
+
+        def get(self, key: str) -> bytes:
+            self.looks += key == "alive"
+            if self.looks == 10:
+                self.set("command/0", json.dumps({"op": "end", "bytes": 0}))
+            return str(self.looks).encode() if key == "alive" else super().get(key)
+
+    follower = Group(Living(), rank=1, size=2, look_s=0.01, clock=Clock())
+    assert follower.listen().op == "end"
+
+
+def test_rank_0_gives_signs_of_life_until_it_closes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ranks, "BEAT_S", 0.001)
+    store = dist.HashStore()
+    lead = Group(store, rank=0, size=2)
+    until = time.monotonic() + 30
+    while store.get("alive") == b"0":
+        assert time.monotonic() < until
+    lead.close()
+    assert not any(thread.name == "ranks" and thread.is_alive() for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(("rank", "call"), [(1, "get"), (1, "wait"), (0, "set")])
+def test_a_store_that_is_gone_is_the_end(rank: int, call: str):
+    """It is rank 0's: with rank 0 it goes."""
+
+    class Gone(dist.HashStore):  # type: ignore[misc]
+        def fail(self, *args: object) -> None:
+            raise dist.DistNetworkError("connection reset")
+
+    store = Gone()
+    group = Group(store, rank=rank, size=2, look_s=0.01)
+    setattr(store, call, store.fail)
+    with pytest.raises(Unavailable, match="connection reset"):
+        group.announce("end") if rank == 0 else group.listen()
+    if rank == 0:
+        group.close()
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_the_contracts_example_and_the_minimum_are_valid() -> None:
         ({"seed": -1}, "seed", "greater than or equal to 0"),
         ({"seed": 2**63}, "seed", "less than"),
         ({"budget": "5"}, "budget", "not permitted"),
+        ({"batch": {"prompts": 2_000, "group_size": 501}}, "batch", "1002000, more than 1000000 rollouts a step"),
     ],
 )
 def test_a_bad_field_is_named_with_what_is_wrong(changes: dict[str, Any], field: str, says: str) -> None:

@@ -61,6 +61,14 @@ def test_an_hour_of_the_documented_example() -> None:
     assert (account.micros(Kind.GPU), account.micros(Kind.DISK)) == (1_000_000, 2_074)
 
 
+def test_a_night_is_billed_to_the_days_on_both_sides_of_midnight() -> None:
+    account, midnight = Account(TARIFF, START), (START // DAY_NS + 1) * DAY_NS
+    account.settle(midnight + HOUR_NS, gpu=True, disk=False)
+    found = sorted((line.day, line.start_ns, line.end_ns, line.micros) for line in account.lines.values())
+    day = START // DAY_NS
+    assert found == [(day, START, midnight, 19 * 350_000), (day + 1, midnight, midnight + HOUR_NS, 350_000)]
+
+
 def test_a_clock_that_goes_back_costs_nothing() -> None:
     account = Account(TARIFF, START)
     account.settle(START - HOUR_NS, gpu=True, disk=True)

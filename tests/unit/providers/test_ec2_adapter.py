@@ -237,7 +237,7 @@ async def test_notices_are_deleted_once_the_caller_comes_back(caplog: pytest.Log
     assert (await anext(notices)).kind == "rebalance"
     assert [kwargs.get("ReceiptHandle") for call, kwargs in script.asked if call == "delete"] == ["r0", "r1"]
     wait = {kwargs["WaitTimeSeconds"] for call, kwargs in script.asked if call == "receive"}
-    assert wait == {20}
+    assert wait == {5}, "a stop waits for no longer"
 
 
 async def test_without_a_queue_there_are_no_notices_and_a_refused_queue_raises() -> None:

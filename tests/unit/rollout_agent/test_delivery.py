@@ -145,6 +145,24 @@ async def test_work_is_lost_only_when_its_lease_is_hopelessly_over() -> None:
     assert bench.ledger.in_flight == 0
 
 
+async def test_a_lease_that_has_come_back_meanwhile_counts() -> None:
+    """The service was away, the lease ran out, and the group was leased to the same node again."""
+    began = Clock().now
+    late = began + 60 + HOPELESS_AFTER_S + 60
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        if bench.clock.now > late:
+            return accept(body)
+        if bench.clock.now > began + 60:
+            bench.ledger.leased({"w0": began + 600})
+        return httpx.Response(503)
+
+    bench = Bench(Wire({"trajectories": answer}))
+    await bench.deliver(3)
+    assert bench.clock.now > late
+    assert (bench.ledger.errors, bench.ledger.in_flight) == ({}, 0)
+
+
 async def test_the_store_can_refuse_a_file_but_not_end_the_node() -> None:
     bench = Bench(Wire({"trajectories": accept}, put=lambda: httpx.Response(401)))
     await bench.deliver(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from app.protocol import trajectory
+from app.protocol.errors import TaskFailed
 from app.protocol.job import SamplingSpec
 from app.protocol.task_spec import TaskSpec
 from app.protocol.work import UploadSlot, WorkItem
@@ -189,6 +191,24 @@ def test_rounds_that_are_interrupted_leave_episodes_that_can_go_on():
     [episode] = play_rounds(generate, [seat(Count(2), said("a"))])
     assert episode.finish_reason == "abort"
     assert Letters().decode(episode.token_ids) == "a<1a>"
+
+
+def test_an_environment_that_fails_is_told_once_the_others_were_asked_and_what_they_have_is_kept():
+    def fails(_: Completion) -> Completion:
+        raise TaskFailed("it broke")
+
+    first, second = seat(Count(2), said("a"), 0), seat(Count(2), said("b"), 1)
+    known: list[Completion | None] = [None, None]
+    with pytest.raises(TaskFailed, match="it broke"):
+        play_rounds(lambda _: [], [dataclasses.replace(first, answer=fails), second], known)
+    assert known[0] is None
+    assert known[1] is not None
+    assert Letters().decode(known[1].token_ids) == "b<1b>"
+
+
+def test_what_an_environment_says_takes_no_proof_off_an_episode():
+    proven = dataclasses.replace(said("a"), proofs=b"of two tokens")
+    assert answered(Count(2), Letters(), PROMPT, proven, 40).proofs == b"of two tokens"
 
 
 ENDS = range(2, 130)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta, timezone
 
@@ -99,6 +100,17 @@ async def test_ec2_s_rubbish_is_no_notice(server: MetadataServer, imds: Imds, te
         await imds.poll()
 
 
+async def test_an_instant_of_ec2_without_a_zone_is_utc_wherever_the_machine_stands(
+    server: MetadataServer, imds: Imds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.set(ACTION, '{"action": "terminate", "time": "2026-06-01T12:02:00"}')
+    with monkeypatch.context() as abroad:
+        abroad.setenv("TZ", "XXX-5")
+        time.tzset()
+        assert await imds.poll() == [EC2_ENDS]
+    time.tzset()
+
+
 async def test_a_fault_of_the_service_is_no_notice(server: MetadataServer, imds: Imds, gce: Gce) -> None:
     server.set(ACTION, WARNED)
     server.set(PREEMPTED, "TRUE")
@@ -118,6 +130,23 @@ async def test_gce_answers_at_once_when_the_machine_is_preempted(server: Metadat
     first, held = (query for path, query in server.asked if path == PREEMPTED)
     assert first == {}
     assert held == {"wait_for_change": "true", "timeout_sec": "20", "last_etag": "v1"}
+
+
+async def test_the_question_that_gce_holds_back_is_waited_for_as_long_as_it_may_hold_it() -> None:
+    """Longer than any other: else each of them would fail, and a preemption with it."""
+    patience: list[tuple[str, float]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        patience.append((request.url.params.get("timeout_sec", "0"), request.extensions["timeout"]["read"]))
+        text = "FALSE" if request.url.path.endswith("preempted") else "NONE"
+        return httpx.Response(200, text=text, headers={"etag": "v1", "metadata-flavor": "Google"})
+
+    gce = Gce(transport=httpx.MockTransport(answer))
+    for _ in range(2):
+        assert await gce.poll() == []
+    await gce.aclose()
+    assert [held for held, _ in patience] == ["0", "0", "20", "0"]
+    assert all(float(held) < read < float(held) + 5 for held, read in patience)
 
 
 async def test_gce_that_is_preempted_already_says_so_at_the_first_question(server: MetadataServer, gce: Gce) -> None:

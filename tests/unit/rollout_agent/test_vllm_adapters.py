@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from app.protocol.errors import BadInput, IntegrityError
 from app.rollout_agent.config import load_settings
+from app.rollout_agent.engines import vllm_adapters
 from app.rollout_agent.engines.base import Completion, Span
 from app.rollout_agent.engines.paced_stream import PacedStream
 from app.rollout_agent.engines.registry import ENGINES, is_stream, make_engine
@@ -109,6 +111,26 @@ async def test_what_runs_ends_under_its_own_adapter(setup: Setup) -> None:
             await asyncio.sleep(0.01)
     await setup.install(2)
     assert len(setup.folders()) == 2, "it is still needed"
+    made = await task
+    assert (made.finish_reason, list(made.spans)) == ("length", [Span(1, 0)])
+    await setup.install(3)
+    assert len(setup.folders()) == 1
+
+
+async def test_a_version_is_in_force_though_the_engine_does_not_cut_what_runs(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_adapters, "DRAIN_S", 0.3)
+    setup.engine._options = replace(setup.engine._options, on_swap="resubmit")
+    await setup.install(1)
+    setup.plan.set(token_s=0.02, **{"/abort_requests": 200})  # and nothing else
+    task = setup.sample(80)
+    async with asyncio.timeout(10):
+        while (await setup.engine.load_figures()).running < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await setup.install(2)
+    assert setup.engine.version == 2
+    assert list((await setup.sample()).spans) == [Span(2, 0)]
     made = await task
     assert (made.finish_reason, list(made.spans)) == ("length", [Span(1, 0)])
     await setup.install(3)

@@ -84,6 +84,10 @@ def test_a_parameter_that_was_the_learners_bit_for_bit_has_to_be_for_ever(lossle
     second = check(first, marks({NORM: "N1"}), digests({NORM: "N1"}), lossless=lossless)
     with pytest.raises(Tainted, match=f"{NORM} is not the learner's"):
         check(second, marks({NORM: "N2"}), digests({NORM: "moved, but elsewhere"}), lossless=lossless)
+    # A version in which its elements were all alike takes nothing back.
+    alike = check(second, marks({NORM: "0"}, telling=False), digests({NORM: "0"}), lossless=lossless)
+    with pytest.raises(Tainted, match=f"{NORM} is not the learner's"):
+        check(alike, marks({NORM: "N2"}), digests({NORM: "moved, but elsewhere"}), lossless=lossless)
 
 
 def test_a_tensor_that_is_the_same_in_every_order_shows_nothing_of_how_it_is_kept() -> None:
@@ -125,6 +129,8 @@ def test_experts_that_are_stacked_are_held_against_it_by_layer() -> None:
         with pytest.raises(Tainted, match=r"model\.layers\.3 has not taken"):
             check(was, now, digests(engine), lossless=True)
     check(was, marks(dict.fromkeys(EXPERTS, "E0")), was.digests, lossless=True)
+    kept_elsewhere = Seen(digests({STACKED: NOTHING}), was.marks)
+    assert check(kept_elsewhere, now, kept_elsewhere.digests, lossless=True).marks == now
     check(was, now | marks({"visual.patch.weight": "V1"}), digests({STACKED: "s1", other: "o0"}), lossless=True)
 
 

@@ -39,6 +39,15 @@ def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None
     assert back["head"] is back["embed"]
 
 
+def test_a_square_matrix_and_its_transpose_are_two_tensors(tmp_path: Path) -> None:
+    """They share memory and shape."""
+    matrix = torch.arange(16.0).reshape(4, 4)
+    encode_full({"a": matrix, "b": matrix.t()}, tmp_path / "p")
+    back = decode(tmp_path / "p")
+    assert torch.equal(back["a"].float(), matrix)
+    assert torch.equal(back["b"].float(), matrix.t())
+
+
 def test_layer_order_is_kept_and_the_file_is_plain_safetensors(tmp_path: Path) -> None:
     state = {name: torch.randn(3) for name in ("z.embed", "a.layer", "m.head")}
     entries = encode_full(state, tmp_path / "p")

@@ -137,6 +137,44 @@ def test_a_delta_that_gives_something_else_is_thrown_away(tmp_path: Path, learne
     assert s.versions == [1, 0]
 
 
+def test_a_delta_to_other_weights_makes_none_of_a_version_that_was_signed(
+    tmp_path: Path, learner: SnapshotStore
+) -> None:
+    """In order in itself, and as long as the right one."""
+    first = publish(learner, 0)
+    s, right = node_at(tmp_path / "n", first), made(publish(learner, 1))
+    elsewhere = make(tmp_path / "elsewhere")
+    publish(elsewhere, 0)
+    state = torch.ones(4000)
+    state[:7] += 2
+    other = made(elsewhere.publish({"w": state}, version=1, key=KEY))
+    with pytest.raises(IntegrityError, match="leads to something else"):
+        s.begin_delta(other.document, right.whole)
+    claims = sign(other.manifest.model_copy(update={"delta": right.manifest.delta}), KEY)
+    with pytest.raises(IntegrityError, match="gives another payload"):
+        feed(s.begin_delta(claims, right.whole), other.path).complete()
+    assert (s.versions, s.delta(1)) == ([0], None)
+
+
+def test_a_base_that_is_damaged_on_disk_goes_with_the_delta_that_showed_it(
+    tmp_path: Path, learner: SnapshotStore
+) -> None:
+    """Else no delta would ever lead on from it."""
+    first = publish(learner, 0)
+    s, second = node_at(tmp_path / "n", first), publish(learner, 1)
+    base = s.get(0)
+    assert base is not None
+    damaged = bytearray(base.payload_path.read_bytes())
+    damaged[-1] ^= 1
+    base.payload_path.write_bytes(damaged)
+    with pytest.raises(IntegrityError):
+        feed(s.begin_delta(made(second).document, made(second).whole), made(second).path).complete()
+    assert s.versions == []
+    assert not base.payload_path.exists()
+    feed(s.begin(second.snapshot.document), second.snapshot.payload_path).complete()
+    assert s.versions == [1]
+
+
 def test_the_chain_is_kept_while_it_is_shorter_than_the_whole(tmp_path: Path) -> None:
     s = make(tmp_path, keep_deltas=5)
     full = publish(s, 0).snapshot.manifest.payload_bytes

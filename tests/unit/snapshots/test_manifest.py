@@ -89,6 +89,7 @@ def test_an_oversized_document_is_refused_unread() -> None:
         {"version": 2**31},
         {"payload_bytes": 0},
         {"leaf_hashes": manifest().leaf_hashes[:-1]},
+        {"leaf_hashes": [*manifest().leaf_hashes, "0" * 64]},
         {"leaf_hashes": ["zz"] * 5},
         {"leaf_bytes": 0},
         {"chunk_bytes": 300},
@@ -97,6 +98,11 @@ def test_an_oversized_document_is_refused_unread() -> None:
         {"tensors": [{"name": "a", "dtype": "BF16", "shape": [2], "begin": 0, "end": 5}]},
         {"tensors": [{"name": "a", "dtype": "BF16", "shape": [600], "begin": 0, "end": 1200}]},
         {"tensors": [{"name": "a", "dtype": "BF16", "shape": [2], "begin": b, "end": b + 4} for b in (0, 4)]},
+        {
+            "tensors": [
+                {"name": n, "dtype": "BF16", "shape": [2], "begin": b, "end": b + 4} for n, b in (("a", 0), ("b", 3))
+            ]
+        },
         {"tensors": [{"name": n, "dtype": "BF16", "shape": [2], "begin": 0, "end": 4} for n in "ab"]},
         {"assets": [{"path": "../x", "size": 1, "blake3": "0" * 64}]},
         {"created_at": datetime(2026, 1, 2)},

@@ -8,6 +8,7 @@ import torch
 
 from app.protocol.errors import BadInput, Conflict, IntegrityError
 from app.snapshots import Incoming, Snapshot, SnapshotStore, new_key, public_hex
+from app.snapshots.manifest import sign
 
 torch.set_num_threads(1)
 KEY = new_key()
@@ -212,3 +213,39 @@ async def test_a_change_is_not_missed_and_silence_ends(tmp_path: Path) -> None:
     assert await s.changes.wait(seen, 0.01) is False
     publish(s, 0)
     assert await s.changes.wait(seen, 5) is True
+
+
+def test_leaves_that_are_right_one_by_one_make_no_version_of_another_hash(tmp_path: Path) -> None:
+    snapshot = publish(store(tmp_path / "learner"), 5)
+    wrong = snapshot.manifest.model_copy(update={"payload_blake3": "0" * 64})
+    s = store(tmp_path / "node")
+    incoming = s.begin(sign(wrong, KEY))
+    receive(incoming, snapshot, wrong.leaves)
+    with pytest.raises(IntegrityError, match="does not have the manifest's hash"):
+        incoming.complete()
+    assert s.latest() is None
+    assert not incoming.folder.exists(), "else it would be gone on with for ever"
+
+
+def test_what_lies_behind_the_last_leaf_of_a_resumed_download_is_cut_off(tmp_path: Path) -> None:
+    snapshot = publish(store(tmp_path / "learner"), 5)
+    first = store(tmp_path / "node").begin(snapshot.document)
+    receive(first, snapshot, snapshot.manifest.leaves)
+    first.close()
+    with first.path.open("ab") as file:
+        file.write(b"of an earlier, longer one")
+    s = store(tmp_path / "node")
+    made = s.begin(snapshot.document).complete()
+    assert made.payload_path.read_bytes() == snapshot.payload_path.read_bytes()
+
+
+def test_a_version_that_has_become_shorter_on_disk_is_not_passed_on(tmp_path: Path) -> None:
+    s = store(tmp_path)
+    snapshot = publish(s, 5)
+    reader = s.open(5)
+    assert reader is not None
+    with reader, snapshot.payload_path.open("r+b") as file:
+        file.truncate(LEAF + 1)
+        assert reader.read(0) == leaf(snapshot, 0)
+        with pytest.raises(IntegrityError, match="shorter"):
+            reader.read(1)

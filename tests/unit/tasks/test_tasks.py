@@ -78,7 +78,8 @@ def test_only_a_whole_answer_is_rewarded():
         ("reasoning_gym", {"dataset": "spell_backward", "word_len": 3}, ["word_len", "max_word_len", "min_word_len"]),
         ("reasoning_gym", {"dataset": "spell_backward", "seed": 3}, ["seed", "the job's"]),
         ("reasoning_gym", {"dataset": "spell_backward", "min_word_len": 9, "max_word_len": 3}, ["max_word_len must"]),
-        ("reasoning_gym", {"dataset": "spell_backward", "min_word_len": "a"}, ["spell_backward"]),
+        ("reasoning_gym", {"dataset": "spell_backward", "min_word_len": "a"}, ['min_word_len is "a"', "a number"]),
+        ("reasoning_gym", {"dataset": "spell_backward", "min_word_len": None}, ["min_word_len is null", "a number"]),
         ("reasoning_gym", {"dataset": "gcd", "size": 0}, ["size", "from 1"]),
         ("reasoning_gym", {"dataset": "gcd", "size": True}, ["size", "from 1"]),
     ],
@@ -88,6 +89,15 @@ def test_a_wrong_spec_says_what_to_change(name: str, params: dict, says: list[st
         load_task(TaskSpec(name=name, params=params), 0)
     assert all(part in caught.value.detail for part in says)
     assert caught.value.errors[0].pointer.startswith("/task/")
+
+
+def test_parameters_of_which_no_question_can_be_made_are_bad_input():
+    """The package takes them, and has no word that is so long."""
+    params = {"dataset": "spell_backward", "min_word_len": 60, "max_word_len": 70}
+    task = load_task(TaskSpec(name="reasoning_gym", params=params), 0)
+    with pytest.raises(BadInput, match="can't make its question 0 with these parameters") as caught:
+        task.train(0)
+    assert caught.value.errors[0].pointer == "/task/params"
 
 
 def test_an_index_outside_is_an_error():
