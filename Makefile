@@ -32,7 +32,7 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest -n 2 tests/unit tests/integration/control tests/integration/providers tests/integration/storage
 	$(MAKE) --no-print-directory test-processes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests/e2e
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
 
 test-processes: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/integration/learner tests/integration/rollout_agent tests/integration/snapshots

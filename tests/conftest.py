@@ -18,14 +18,29 @@ settings.register_profile("echo2", deadline=None, derandomize=True, max_examples
 settings.register_profile("explore", deadline=None, max_examples=300)
 settings.load_profile("echo2")
 
+STORY = ("test_crashes.py", "test_user.py")
+"""They read one job, which takes a minute and a half."""
 LONGEST = (
-    "test_crashes.py", "test_user.py", "test_chosen_liar.py", "test_heldout_liar.py", "test_liars.py",
+    *STORY, "test_chosen_liar.py", "test_heldout_liar.py", "test_liars.py",
     "test_group_sizes.py", "test_attached.py", "test_strangers.py", "test_market_faults.py",
     "test_learner_process.py", "test_process.py", "test_agent.py", "test_ranks_process.py", "test_parallel.py",
     "test_exact_resume.py", "test_hub_process.py", "test_ranks_tasks.py", "test_wan.py", "test_notices.py",
     "test_hang.py", "test_hand_over.py",
 )  # fmt: skip
 """Files of processes and whole jobs that take longest, in this order: for one that begins last all others wait."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` the files that share a session's fixture stay together as well."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByStory(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "story" if file.rpartition("/")[2] in STORY else file
+
+    return ByStory(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)
