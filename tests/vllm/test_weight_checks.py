@@ -74,6 +74,12 @@ async def engine(world: Uneven, loaded: VllmEngine) -> VllmEngine:
     return loaded
 
 
+@pytest.fixture(autouse=True)
+def every_version_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with other things makes a look long, and long looks are taken now and then only."""
+    monkeypatch.setattr("app.rollout_agent.engines.vllm_checks.CHEAP_S", 60.0)
+
+
 async def install(engine: VllmEngine, snapshot: Snapshot) -> float:
     began = time.monotonic()
     await engine.install(snapshot.payload_path, snapshot.manifest, snapshot.version)
