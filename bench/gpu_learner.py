@@ -114,7 +114,7 @@ class Memory:
     def __init__(self, data: bytes) -> None:
         self.data = data
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most: int | None = None) -> bytes:
         """The object."""
         return self.data
 

@@ -1,10 +1,11 @@
 """Whether the learner ever waits: the demo's loop without its incidents.
 
-The service, the local marketplace and its machines run as in `make demo`. The machines are slowed down by `--speed`, so
-that a job needs several of them and what is rented can come near to what is needed; a surplus is given back after
-seconds in place of minutes, as steps take a second or two in place of minutes. Learner and service have one half
-of the cores, the machines the other: on shared cores a step takes the longer the more machines there are, and what is
-needed would follow what is rented. Left out of the figures: the first `--warm` steps. The last line is one JSON object.
+The service, the local marketplace and its machines run as in `make demo`. The machines are slowed down, so that a job
+needs several of them and what is rented can come near to what is needed: by `--speed`, or by what the steps of a first,
+short job say. A surplus is given back after seconds in place of minutes, as steps take a second in place of minutes.
+Learner and service have one half of the cores, the machines the other: on shared cores a step takes the longer the more
+machines there are, and what is needed would follow what is rented. Left out of the figures: the first `--warm` steps.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from app.protocol.errors import Unavailable
 from app.protocol.job import FINAL_STATUSES
 
 DEADLINE_S = 900.0
+CALIBRATION_STEPS, CALIBRATION_WARM = 16, 8
+SPEED_BY_T_TRAIN = 0.4
+"""At this speed times a second over T_train a machine makes a tenth to a third of what the learner consumes."""
 
 
 def spec(steps: int, staleness: int, prompts: int) -> dict[str, Any]:
@@ -40,6 +44,8 @@ def spec(steps: int, staleness: int, prompts: int) -> dict[str, Any]:
     job["fleet"]["max_nodes"] = 8
     job |= {"name": "loop", "staleness_budget": staleness}
     job["learner"] |= {"learning_rate": 1e-4, "eval_every": 100_000, "eval_prompts": 64}
+    # A learner's step takes much longer than what its rollouts cost the machines, as with models of a real size.
+    job["learner"] |= {"activation_checkpointing": True, "kl_beta": 1e-3, "micro_batch_tokens": 96}
     return job
 
 
@@ -120,28 +126,45 @@ def figures(
     }
 
 
+def measured(
+    speed: float, steps: int, warm: int, options: argparse.Namespace
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """A whole job: how it ended, its steps, and the fleet's capacity as seen after `warm` of them."""
+    own, others = halves()
+    os.environ["OMP_NUM_THREADS"] = str(len(own))
+    everything = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, own)
+    stage = Stage(free_port(), free_port(), min_lease_s=8)
+    try:
+        with (
+            marketplace(stage, speed, others),
+            service(stage),
+            client(stage.control_url, stage.admin_key) as http,
+        ):
+            posted = unwrap(http.post("/v1/jobs", json=spec(steps, options.staleness, options.prompts)))
+            job, seen = follow(http, posted["id"], warm)
+            return job, pages(http, f"/v1/jobs/{posted['id']}/steps"), seen
+    finally:
+        os.sched_setaffinity(0, everything)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 if the job did not succeed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=170)
     parser.add_argument("--warm", type=int, default=100)
     parser.add_argument("--staleness", type=int, default=6)
-    parser.add_argument("--speed", type=float, default=0.16)
+    parser.add_argument("--speed", type=float, help="of the machines; by default what suits the learner's step here")
     parser.add_argument("--prompts", type=int, default=32)
     options = parser.parse_args(arguments)
-    own, others = halves()
-    os.environ["OMP_NUM_THREADS"] = str(len(own))
-    os.sched_setaffinity(0, own)
-    stage = Stage(free_port(), free_port(), min_lease_s=8)
-    with (
-        marketplace(stage, options.speed, others),
-        service(stage),
-        client(stage.control_url, stage.admin_key) as http,
-    ):
-        posted = unwrap(http.post("/v1/jobs", json=spec(options.steps, options.staleness, options.prompts)))
-        job, seen = follow(http, posted["id"], options.warm)
-        steps = pages(http, f"/v1/jobs/{posted['id']}/steps")
-    print(json.dumps(figures(job, steps, seen, options.warm)))
+    speed = options.speed
+    if speed is None:
+        job, steps, _ = measured(1.0, CALIBRATION_STEPS, CALIBRATION_WARM, options)
+        t_train = statistics.median(row["t_train"] for row in steps if row["step"] > CALIBRATION_WARM)
+        speed = round(SPEED_BY_T_TRAIN / t_train, 3)
+        print(f"a step takes {t_train:.2f} s: the machines run at a speed of {speed}", flush=True)
+    job, steps, seen = measured(speed, options.steps, options.warm, options)
+    print(json.dumps({"speed": speed, **figures(job, steps, seen, options.warm)}))
     return 0 if job["status"] == "succeeded" else 1
 
 

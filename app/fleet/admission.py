@@ -28,6 +28,12 @@ def grantable(*, step: int, version: int, staleness: int, prompts: int, ahead: i
     return max(0, (staleness + version - step + 1) * prompts - ahead)
 
 
+def reach(published: int, staleness: int) -> int:
+    """The newest version that a learner can have by what it was given, if the service has heard of none since
+    `published`: with `grantable` under that version it never has more groups than for S + 1 steps."""
+    return published + staleness + 1
+
+
 def consumed(recent: Sequence[int], *, prompts: int, most: int) -> int:
     """Groups that the next step will consume at least: `prompts`, or more if every one of the newest steps did.
 

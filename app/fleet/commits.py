@@ -16,7 +16,7 @@ import pyarrow as pa
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.fleet import partials, prompts, replay, replays, twins, uploads
+from app.fleet import admission, partials, prompts, replay, replays, twins, uploads
 from app.fleet.core import Core
 from app.fleet.exams import Exams, is_exam
 from app.fleet.exams import answers as exam_answers
@@ -147,22 +147,27 @@ class Commits:
         return CommitAnswer(accepted=taken, late=sorted(set(request.work_items) - set(taken)))
 
     async def _patiently(self, job: Job, check: Callable[[int], T]) -> T:
-        """`check`, in a thread, given the newest published version. Raises Refused.
+        """`check`, in a thread, given the newest published version. Raises Refused, Conflict.
 
         A node has a version from its relay before the learner's word of it must be here: a file from a version that is
-        not published yet waits for that for a moment.
+        not published yet waits for that for a moment. One that the learner can have reached by now is not refused even
+        then, since a service that was away hears of it late: its node has to send it again, for as long as its leases
+        run.
         """
         give_up = asyncio.get_running_loop().time() + PUBLISH_LAG_S
         while True:
             news = self.core.signals.subscribe(f"work:{job.id}")
             async with self.core.db.read() as session:
-                newest = await session.scalar(select(Job.published_version).where(Job.id == job.id))
+                query = select(Job.published_version, Job.staleness_budget).where(Job.id == job.id)
+                newest, staleness = (await session.execute(query)).one()
             try:
                 return await asyncio.to_thread(check, newest or 0)
             except Refused as refusal:
-                left = give_up - asyncio.get_running_loop().time()
-                if refusal.reason != "future_version" or left <= 0:
+                if refusal.reason != "future_version":
                     raise
+                if (left := give_up - asyncio.get_running_loop().time()) <= 0:
+                    await asyncio.to_thread(check, admission.reach(newest or 0, staleness))
+                    raise Conflict(f"{refusal.detail} yet; send the file again") from refusal
             await self.core.signals.wait(news, min(left, 1.0))
 
     @staticmethod

@@ -20,7 +20,7 @@ from app.fleet import uploads
 from app.fleet.core import Core
 from app.fleet.sizes import size_of
 from app.protocol import partial, trajectory
-from app.protocol.errors import NotFound, Refused
+from app.protocol.errors import NotFound, Refused, TooLarge
 from app.protocol.job import FINAL_STATUSES, JobSpec
 from app.protocol.work import CommitRequest, PartialRef
 from app.storage.models import GroupPrint, ItemStatus, Job, Trajectory, WorkItem
@@ -93,11 +93,10 @@ def not_continued(core: Core, items: Iterable[WorkItem], after: pa.Table) -> set
 
 def _taken_over(core: Core, key: str, item: WorkItem) -> pa.Table | None:
     """A partial file as it was when it was taken over; None if it is not there any more. Blocks."""
-    info = core.objects.head(key)
     try:
         # Whoever put it can put anything of any size in its place: that is not read.
-        data = core.objects.get(key) if info is not None and info.size == item.partial_size else b""
-    except NotFound:
+        data = core.objects.get(key, item.partial_size)
+    except (NotFound, TooLarge):
         data = b""
     if blake3(data).hexdigest() != item.partial_blake3:
         log.warning("the partial %s is not what was taken over", key)

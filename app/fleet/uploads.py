@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import blake3
 
 from app.fleet.core import Core
-from app.protocol.errors import Forbidden, Refused, Unavailable
+from app.protocol.errors import Forbidden, NotFound, Refused, TooLarge, Unavailable
 from app.protocol.work import CommitRequest, UploadSlot
 
 log = logging.getLogger(__name__)
@@ -88,12 +88,14 @@ def fetch(core: Core, request: CommitRequest) -> bytes:
     """The bytes of a file that was put. Blocks. Raises Refused: `too_large`, `missing`, `truncated`, `hash`."""
     if request.size > core.settings.max_upload_bytes:
         raise Refused("too_large", f"at most {core.settings.max_upload_bytes} bytes are accepted")
-    info = core.objects.head(request.key)
-    if info is None:
-        raise Refused("missing", "there is no such object in the store")
-    if info.size != request.size:
-        raise Refused("truncated", f"the object has {info.size} bytes, not {request.size}")
-    data = core.objects.get(request.key)
+    try:
+        data = core.objects.get(request.key, request.size)
+    except NotFound as error:
+        raise Refused("missing", "there is no such object in the store") from error
+    except TooLarge as error:
+        raise Refused("truncated", f"the object has more than {request.size} bytes") from error
+    if len(data) != request.size:
+        raise Refused("truncated", f"the object has {len(data)} bytes, not {request.size}")
     if blake3.blake3(data).hexdigest() != request.blake3:
         raise Refused("hash", "the object's hash is not the committed one")
     return data

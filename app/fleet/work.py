@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable
 
 from sqlalchemy import func, select
@@ -28,6 +29,8 @@ from app.protocol.work import WorkItem as WorkItemMessage
 from app.storage.models import ItemStatus, Job, Lease, Node, SnapshotRow, Step, WorkItem
 
 log = logging.getLogger(__name__)
+MOST_ASKING = 8
+"""Requests of one node that may wait for work at a time; further ones are answered at once."""
 
 
 class Work(HandBack):
@@ -37,6 +40,8 @@ class Work(HandBack):
         """`draw` decides what is given to two nodes; by default by numbers that nobody can know."""
         super().__init__(core, exams)
         self._draw = draw or secrets.SystemRandom().random
+        self._asking: Counter[str] = Counter()
+        """Node → its requests for work that are not answered yet."""
 
     async def lease(self, node_id: str, request: WorkRequest) -> WorkAnswer:
         """Up to `max_items` groups, waiting up to `wait_s` until admission lets some out."""
@@ -55,8 +60,18 @@ class Work(HandBack):
         return answer
 
     async def _lease(self, node_id: str, request: WorkRequest) -> WorkAnswer:
-        deadline = self.core.clock() + request.wait_s
         job_id = await self._job_of(node_id)
+        self._asking[node_id] += 1
+        try:
+            # Each one that waits looks again at every news: a node may not have thousands of them.
+            patience = request.wait_s if self._asking[node_id] <= MOST_ASKING else 0.0
+            return await self._until_some(node_id, job_id, request, self.core.clock() + patience)
+        finally:
+            self._asking[node_id] -= 1
+            if not self._asking[node_id]:
+                del self._asking[node_id]
+
+    async def _until_some(self, node_id: str, job_id: str, request: WorkRequest, deadline: float) -> WorkAnswer:
         while True:
             news = self.core.signals.subscribe(f"work:{job_id}")
             answer = await self._try_lease(node_id, request)

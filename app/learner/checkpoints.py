@@ -19,10 +19,10 @@ import uuid
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -38,6 +38,25 @@ _RNG = "rng/torch"
 _FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 FORMAT: Final = 4
 ASIDE = ".aside"
+
+
+class Promise(Strict):
+    """What a commit marker says of a file."""
+
+    size: int
+    blake3: str
+
+    def kept(self, path: Path) -> bool:
+        """Whether the file is the one that was committed. Raises OSError."""
+        return path.stat().st_size == self.size and hash_file(path) == self.blake3
+
+
+_PROMISES = TypeAdapter(dict[str, Promise])
+
+
+def promises(marker: bytes) -> Mapping[str, Promise]:
+    """What a commit marker says, by file name. Raises ValueError."""
+    return _PROMISES.validate_json(marker)
 
 
 class Progress(Strict):
@@ -220,8 +239,8 @@ def _write(part: Path, checkpoint: Checkpoint, after: Callable[[str], None]) -> 
         after(name)
     write_durable(part / "state.json", checkpoint.progress.model_dump_json().encode())
     after("state.json")
-    hashes = {name: {"size": (part / name).stat().st_size, "blake3": hash_file(part / name)} for name in _FILES}
-    write_durable(part / MARKER, json.dumps(hashes).encode())
+    hashes = {name: Promise(size=(part / name).stat().st_size, blake3=hash_file(part / name)) for name in _FILES}
+    write_durable(part / MARKER, _PROMISES.dump_json(hashes))
     after(MARKER)
     fsync_path(part)
 
@@ -255,10 +274,9 @@ def _committed(root: Path) -> list[Path]:
 
 
 def _read(folder: Path) -> Checkpoint:
-    marker: dict[str, dict[str, Any]] = json.loads((folder / MARKER).read_bytes())
+    marker = promises((folder / MARKER).read_bytes())
     for name in _FILES:
-        path = folder / name
-        if path.stat().st_size != marker[name]["size"] or hash_file(path) != marker[name]["blake3"]:
+        if not marker[name].kept(folder / name):
             raise ValueError(f"{name} is not the file that was committed")
     progress = progress_of((folder / "state.json").read_bytes())
     optimizer = load_file(folder / "optimizer.safetensors")

@@ -23,7 +23,16 @@ from app.learner.client import Control
 from app.learner.outbox import Directives
 from app.learner.rewards import Onward, Refuse, Rewarder, Why
 from app.learner.threads import watched
-from app.protocol.errors import BadInput, EchoError, IntegrityError, NotFound, Refused, TaskFailed, Unavailable
+from app.protocol.errors import (
+    BadInput,
+    EchoError,
+    IntegrityError,
+    NotFound,
+    Refused,
+    TaskFailed,
+    TooLarge,
+    Unavailable,
+)
 from app.protocol.learner import TrajectoryRef
 from app.protocol.proofs import Proofs
 from app.protocol.pruning import Prune, kept
@@ -70,11 +79,11 @@ class GroupReader:
         """The groups of `ref.work_items`. Raises NotFound, IntegrityError, Refused, Unavailable."""
         data = None if self._cache is None else self._cache.get(ref.blake3, ref.size)
         if data is None:
-            # Whoever put it may put another one there for as long as the place is theirs, of any size on S3.
-            found = self._objects.head(ref.key)
-            if found is not None and found.size != ref.size:
-                raise IntegrityError(f"{ref.key} is not the file that was accepted ({found.size} bytes)")
-            data = self._objects.get(ref.key)
+            try:
+                # Whoever put it may put another one there for as long as the place is theirs, of any size on S3.
+                data = self._objects.get(ref.key, ref.size)
+            except TooLarge as error:
+                raise IntegrityError(f"{ref.key} is not the file that was accepted: {error.detail}") from error
             if len(data) != ref.size or blake3(data).hexdigest() != ref.blake3:
                 raise IntegrityError(f"{ref.key} is not the file that was accepted ({len(data)} bytes)")
             if self._cache is not None:

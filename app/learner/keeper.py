@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from app.learner.checkpoints import MARKER, progress_of, steps_on_disk, weights_of, why_left
-from app.learner.files import fsync_path, hash_file, write_durable
+from app.learner.checkpoints import MARKER, progress_of, promises, steps_on_disk, weights_of, why_left
+from app.learner.files import fsync_path, write_durable
 from app.learner.prepare import put_folder
 from app.learner.trainer import TrainerState
 from app.protocol.errors import EchoError, LearnerError, NotFound
@@ -81,11 +81,11 @@ def _fetch(objects: ObjectStore, prefix: str, root: Path, step: int) -> None:
     part.mkdir(parents=True)
     try:
         marker = objects.get(prefix + MARKER)
-        for name, promised in json.loads(marker).items():
+        for name, promised in promises(marker).items():
             path = part / Path(name).name
             objects.get_file(prefix + path.name, path)
             fsync_path(path)
-            if path.stat().st_size != promised["size"] or hash_file(path) != promised["blake3"]:
+            if not promised.kept(path):
                 raise ValueError(f"{name} is not the file that was committed")
         write_durable(part / MARKER, marker)
         fsync_path(part)

@@ -32,7 +32,7 @@ from app.learner.prepare import Parts
 from app.learner.refill import has_signal
 from app.learner.trainer import StepMetrics, TrainerState
 from app.protocol.base import Strict
-from app.protocol.errors import BadInput, EchoError, NotFound, Refused, Unavailable
+from app.protocol.errors import BadInput, EchoError, NotFound, Refused, TooLarge, Unavailable
 from app.protocol.job import JobSpec
 from app.protocol.learner_spec import BorrowSpec
 from app.protocol.trajectory import Expected, Rollout, encode, quantisation, read_table, rollouts, validate
@@ -135,7 +135,7 @@ class Borrower:
         try:
             data = self._patiently(key)
             return [] if data is None else self._read(data)
-        except (NotFound, Refused) as error:
+        except (TooLarge, Refused) as error:
             self.refused += 1
             log.warning("nothing is borrowed for step %d: %s: %s", t + 1, key, error.detail)
             return []
@@ -158,10 +158,9 @@ class Borrower:
     def _patiently(self, key: str) -> bytes | None:
         for attempt in range(_PATIENCE):
             try:
-                info = self._objects.head(key)
-                if info is not None and info.size > MAX_BYTES:
-                    raise Refused("too_large", f"it has {info.size} bytes")
-                return None if info is None else self._objects.get(key)
+                return self._objects.get(key, MAX_BYTES)
+            except NotFound:
+                return None
             except Unavailable as error:
                 log.warning("object store: %s (try %d)", error.detail, attempt + 1)
                 self._pause(min(10.0, 0.5 * 2**attempt))

@@ -15,20 +15,21 @@ from typing import Literal
 from blake3 import blake3
 
 from app.protocol import partial, trajectory
-from app.protocol.errors import EchoError, Gone, IntegrityError, Refused, Unauthorized
+from app.protocol.errors import Conflict, EchoError, Gone, IntegrityError, Refused, Unauthorized
 from app.protocol.node import Report
 from app.protocol.proofs import Proofs
 from app.protocol.trajectory import Rollout
-from app.protocol.work import PartialRef, WorkItem
+from app.protocol.work import PartialAnswer, PartialRef, WorkItem
 from app.rollout_agent.client import NodeClient
 from app.rollout_agent.delivery import put_softly, report_softly
 from app.rollout_agent.engines.base import Completion, Span
-from app.rollout_agent.files import file_of, rows_of
+from app.rollout_agent.files import TrajectoryFile, file_of, rows_of
 from app.rollout_agent.groups import Begun, Group
 from app.rollout_agent.ledger import WorkLedger
 
 log = logging.getLogger(__name__)
 
+CONFLICTS_TOLERATED = 2
 ANY_VERSION = 2**31 - 1
 """That no version is from the future the control service has seen to; it knows more of them than this node."""
 REASONS: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -125,7 +126,7 @@ class Partials:
             slot = await self._client.upload_slot(min(group.oldest_version or 0 for group in groups))
             file = file_of(await asyncio.to_thread(encoded, groups), slot.key, items)
             await put_softly(self._client, slot, file.data)
-            answer = await self._client.partials(file.request)
+            answer = await self._commit(file)
         except (Gone, Unauthorized):
             raise
         except EchoError as error:
@@ -138,6 +139,15 @@ class Partials:
         taken = set(answer.taken) & set(items)
         self._ledger.passed_on(taken)
         return taken
+
+    async def _commit(self, file: TrajectoryFile) -> PartialAnswer:
+        """Raises Conflict when it is one at the last of some tries: a version may not be known to the service yet."""
+        for _ in range(CONFLICTS_TOLERATED):
+            try:
+                return await self._client.partials(file.request)
+            except Conflict:
+                await self._client.pause(1.0)
+        return await self._client.partials(file.request)
 
     def _parts(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
         """Groups in files that are small enough; one group alone is tried in any case."""

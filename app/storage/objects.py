@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from app.protocol.errors import TooLarge
+
 CHECK_KEY = "echo2-check"
 """What `check` writes and reads."""
 
@@ -47,8 +49,8 @@ class ObjectStore(Protocol):
         """Store a file (multipart where the store wants it)."""
         ...
 
-    def get(self, key: str) -> bytes:
-        """All bytes of an object."""
+    def get(self, key: str, most: int | None = None) -> bytes:
+        """All bytes of an object. One that has more than `most` is not read: raises TooLarge."""
         ...
 
     def get_file(self, key: str, path: Path) -> None:
@@ -74,6 +76,12 @@ class ObjectStore(Protocol):
     def presign_put(self, key: str, expires_s: int, max_bytes: int) -> PresignedPut:
         """URL that lets anyone PUT this object once or again for `expires_s` seconds."""
         ...
+
+
+def at_most(key: str, size: int, most: int | None) -> None:
+    """Raises TooLarge for an object that is larger than its reader expects."""
+    if most is not None and size > most:
+        raise TooLarge(f"{key} has {size} bytes; at most {most} are read")
 
 
 def validate_key(key: str) -> str:

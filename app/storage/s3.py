@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from app.protocol.errors import BadInput, EchoError, Forbidden, NotFound, Unavailable
-from app.storage.objects import CHECK_KEY, ObjectInfo, PresignedPut, validate_key
+from app.storage.objects import CHECK_KEY, ObjectInfo, PresignedPut, at_most, validate_key
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -116,11 +116,13 @@ class S3Store:
         with _mapped(self._bucket, key):
             self._client.upload_file(str(path), self._bucket, self._full(key))
 
-    def get(self, key: str) -> bytes:
-        """All bytes of an object. Raises NotFound, Unavailable, Forbidden."""
+    def get(self, key: str, most: int | None = None) -> bytes:
+        """All bytes of an object. Raises NotFound, Unavailable, Forbidden; TooLarge if it has more than `most`, which
+        are not fetched."""
         with _mapped(self._bucket, key):
             answer = self._client.get_object(Bucket=self._bucket, Key=self._full(key))
             with closing(answer["Body"]) as body:
+                at_most(key, answer["ContentLength"], most)
                 return body.read()
 
     def get_file(self, key: str, path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from app.protocol.errors import BadInput, Conflict, NotFound, Unavailable
-from app.storage.objects import CHECK_KEY, ObjectInfo, ObjectStore, PresignedPut, validate_key
+from app.storage.objects import CHECK_KEY, ObjectInfo, ObjectStore, PresignedPut, at_most, validate_key
 from app.storage.s3 import NOT_A_STORE, S3Store, check_expires, parse_s3_url
 from app.storage.signing import Grant, check_signature, signed_url
 
@@ -127,10 +127,11 @@ class FolderStore:
                 raise NotFound(f"there is no object {key}")
         return path
 
-    def get(self, key: str) -> bytes:
-        """All bytes of an object. Raises NotFound, BadInput, Unavailable."""
-        with _disk_errors(key):
-            return self.path(key).read_bytes()
+    def get(self, key: str, most: int | None = None) -> bytes:
+        """All bytes of an object. Raises NotFound, BadInput, Unavailable; TooLarge if it has more than `most`."""
+        with _disk_errors(key), self.path(key).open("rb") as file:
+            at_most(key, os.fstat(file.fileno()).st_size, most)
+            return file.read()
 
     def get_file(self, key: str, path: Path) -> None:
         """Copy an object into a file. Raises as `get`; OSError if the file can't be written."""

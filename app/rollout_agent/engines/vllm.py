@@ -162,7 +162,8 @@ class VllmEngine:
             await self._resume_with_probe(life, manifest, version)
             good = True
         except (EchoError, LookupError, TypeError, ValueError) as error:
-            raise Tainted(f"v{version} did not go into the engine: {_said(error)}"[:500]) from error
+            died = await life.last_words() if isinstance(error, Unavailable) else ""
+            raise Tainted(f"v{version} did not go into the engine: {_said(error)}"[:500] + died) from error
         finally:
             if good:
                 self._version, self._quantisation = version, manifest.quantisation

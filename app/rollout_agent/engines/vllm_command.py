@@ -33,6 +33,8 @@ HOST_SCRIPT = INSIDE / "echo2_engine_host.py"
 MODULE = "vllm.entrypoints.openai.api_server"
 BASE_NAME = "echo2-base"
 CPU_CACHE_BYTES = 256 * 1024 * 1024
+IDLE_S = 60
+"""For so long the server keeps a connection on which nothing happens."""
 CPU_ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """On a CPU vLLM puts even a single worker into a process of its own, and the two then spin while they wait for each
 other: two cores have nothing left for the server and us. What it fears for, the workers' threads, are set below."""
@@ -203,6 +205,8 @@ def environment(options: VllmOptions, base: Mapping[str, str], key: str) -> dict
         "VLLM_HOST_IP": HOST,
         "VLLM_LOOPBACK_IP": HOST,
         "VLLM_NO_USAGE_STATS": "1",
+        # The client ends idle connections first: one that the server ends may have a request on its way.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(IDLE_S),
         "VLLM_LOGGING_LEVEL": base.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "HF_HUB_OFFLINE": "1",
     }

@@ -18,7 +18,7 @@ from typing import cast
 import httpx
 
 KEEPALIVE_S = 2.0
-"""An idle connection is not used again after that: the server ends it after 5 s, perhaps just as a request is sent."""
+"""An idle connection is not used again after that: the server may end it, just as a request is sent."""
 
 
 class Lanes(httpx.AsyncBaseTransport):

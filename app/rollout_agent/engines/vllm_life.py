@@ -165,6 +165,10 @@ class Life:
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()
 
+    async def last_words(self) -> str:
+        """After a call that failed, to be added to what is said of it: what the engine printed, if it has died."""
+        return f"; the engine died: {self.process.tail()}"[:1000] if await self.dead() else ""
+
     async def dead(self) -> bool:
         """After a call that failed: whether the engine has died or is dying; a server outlives its engine a moment."""
         if await self.process.ended(0.05):

@@ -25,8 +25,8 @@ def at_once(control: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is looked at before two requests have it."""
     both, get = threading.Barrier(2, timeout=20), control.svc.core.objects.get
 
-    def together(key: str) -> bytes:
-        data = get(key)
+    def together(key: str, most: int | None = None) -> bytes:
+        data = get(key, most)
         both.wait()
         return data
 
@@ -150,9 +150,10 @@ async def test_what_was_put_in_the_place_of_a_beginning_is_not_read_if_it_is_of_
     read: list[str] = []
     get = control.svc.core.objects.get
 
-    def noted(key: str) -> bytes:
+    def noted(key: str, most: int | None = None) -> bytes:
+        data = get(key, most)
         read.append(key)
-        return get(key)
+        return data
 
     monkeypatch.setattr(control.svc.core.objects, "get", noted)
     got, slot = await two.work(1)

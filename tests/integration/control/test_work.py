@@ -7,13 +7,18 @@ import io
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from blake3 import blake3
 
+from app.fleet import commits
+from app.fleet.work import MOST_ASKING
+from app.protocol.partial import encode_partial
 from app.protocol.trajectory import encode
 from app.protocol.work import UploadSlot, WorkItem
 from tests.integration.control.conftest import BOTH
@@ -46,7 +51,7 @@ REFUSALS: list[tuple[str, Spoil]] = [
     ("truncated", lambda node, items: b"not parquet at all"),
     ("schema", _wrong_schema),
     ("incomplete_group", _half_a_group),
-    ("future_version", _spoiled(span_versions=[1])),
+    ("future_version", _spoiled(span_versions=[5])),
     ("foreign_work_item", _spoiled(work_item="job_x-0")),
     ("wrong_prompt", _spoiled(prompt_index=49)),
     ("logprobs", _spoiled(logprobs=[-0.1, float("nan")])),
@@ -82,6 +87,30 @@ async def test_bad_file_is_refused_counted_and_its_work_given_out_again(control:
     assert await node.produce(1) == [items[0].id]
     assert [ref.work_items for ref in await learner.poll()] == [[items[0].id]]
     assert (await control.node_row(node.id)).files_refused == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_file_of_a_version_whose_word_is_late_is_asked_for_again(
+    control: World, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.setattr(commits, "PUBLISH_LAG_S", 0.1)
+    job_id = await control.create()
+    learner, (node,) = await control.running(job_id)
+    items, slot = await node.work(1)
+    assert slot is not None
+    rows = node.rollouts(items, span_versions=[1])
+    data = encode(rows) if whole else encode_partial([replace(rows[0], finish_reason="abort")])
+    await node.put(slot, data)
+    path = "trajectories" if whole else "partials"
+    body = {"key": slot.key, "size": len(data), "blake3": blake3(data).hexdigest(), "work_items": [items[0].id]}
+    early = await node.post(path, body)
+    assert (early.status_code, early.json()["code"]) == (409, "conflict")
+    assert "send the file again" in early.json()["detail"]
+    assert [i.status for i in await control.items(job_id)] == ["leased"]
+    assert (await control.node_row(node.id)).files_refused == 0
+    assert "trajectory_refused" not in await control.kinds(job_id)
+    await learner.publish(1)
+    assert (await node.post(path, body)).json()["accepted" if whole else "taken"] == [items[0].id]
 
 
 async def test_a_job_with_quantised_snapshots_takes_only_files_that_say_so(control: World) -> None:
@@ -191,6 +220,25 @@ async def test_waiting_for_work_and_for_rollouts_ends_with_the_news(control: Wor
     assert len(answer["items"]) == 1
     later = await node.produce(1)
     assert [ref.work_items for ref in await asyncio.wait_for(polled, 10)] == [later]
+
+
+async def test_only_so_many_requests_of_a_node_wait(control: World) -> None:
+    job_id = await control.create()
+    _, (one, two) = await control.running(job_id, nodes=2)
+    body = {"max_items": 1, "policy_version": 1, "wait_s": 30}
+    asked = [asyncio.create_task(one.post("work", body)) for _ in range(MOST_ASKING + 3)]
+    done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    while len(done) < 3:
+        more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        assert more
+        done |= more
+    assert [task.result().json()["items"] for task in done] == [[]] * 3
+    other = asyncio.create_task(two.post("work", body))
+    finished, _ = await asyncio.wait([*waiting, other], timeout=0.1)
+    assert not finished, "the others wait, and so does another node's"
+    for task in (*waiting, other):
+        task.cancel()
+    await asyncio.gather(*waiting, other, return_exceptions=True)
 
 
 async def test_prompts_come_in_the_seeded_order_once_an_epoch(control: World) -> None:

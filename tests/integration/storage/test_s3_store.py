@@ -12,7 +12,7 @@ import httpx
 import pytest
 from moto.server import ThreadedMotoServer
 
-from app.protocol.errors import BadInput, Forbidden, NotFound, Unavailable
+from app.protocol.errors import BadInput, Forbidden, NotFound, TooLarge, Unavailable
 from app.storage import s3
 from app.storage.objects import ObjectInfo
 from app.storage.stores import S3Store, open_store
@@ -53,6 +53,9 @@ def test_an_object_lives_under_the_prefix_only(store: S3Store, endpoint: str, re
     store.put("jobs/a/x", b"second")
     assert store.get("jobs/a/x") == b"second"
     assert store.head("jobs/a/x") == ObjectInfo("jobs/a/x", 6)
+    assert store.get("jobs/a/x", 6) == b"second"
+    with pytest.raises(TooLarge, match="6 bytes; at most 5"):
+        store.get("jobs/a/x", 5)
     other = open_store(f"s3://{BUCKET}/{request.node.originalname}/other", endpoint_url=endpoint)
     assert list(other.list("")) == []
     whole = open_store(f"s3://{BUCKET}", endpoint_url=endpoint)

@@ -25,9 +25,9 @@ def digest(data: bytes) -> str:
 class CountingStore(FolderStore):
     fetched = 0
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most: int | None = None) -> bytes:
         self.fetched += 1
-        return super().get(key)
+        return super().get(key, most)
 
 
 def learner(tmp_path: Path, store: CountingStore) -> tuple[Inbox, ReplayBuffer]:

@@ -114,6 +114,13 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, name: str, damage: str):
     assert found(tmp_path) == 1
 
 
+@pytest.mark.parametrize("marker", [b"[]", b"3", b"{}", b'{"state.json": 1}', b'{"state.json": {"size": "x"}}'])
+def test_a_marker_that_is_json_and_nothing_else_is_damage_too(tmp_path: Path, marker: bytes):
+    save(tmp_path, checkpoint(1))
+    (save(tmp_path, checkpoint(2)) / MARKER).write_bytes(marker)
+    assert found(tmp_path) == 1
+
+
 def test_a_step_may_be_damaged_again_after_it_was_set_aside(tmp_path: Path):
     """It came back from the object store, and was no better."""
     root = tmp_path / "a job of its own" / "checkpoints"

@@ -254,7 +254,15 @@ def test_a_file_that_was_replaced_by_another_size_is_refused_without_being_read(
     store, buffer, inbox, _ = setup(tmp_path)
     ref = reference(store, [group("a")])
     store.put(ref.key, bytes(ref.size + 1))
-    monkeypatch.setattr(store, "get", lambda key: pytest.fail("it may not fit into memory"))
+    limits: list[int | None] = []
+    get = store.get
+
+    def noted(key: str, most: int | None = None) -> bytes:
+        limits.append(most)
+        return get(key, most)
+
+    monkeypatch.setattr(store, "get", noted)
     inbox.take(ref)
+    assert limits == [ref.size], "more may not fit into memory"
     assert outcome(buffer) == ([], ["a"])
     assert inbox.invalid == {"integrity": 1}

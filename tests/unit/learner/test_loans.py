@@ -135,14 +135,14 @@ def test_an_outage_is_waited_out_and_then_ends_the_process(tmp_path: Path, monke
         if len(waits) == 3:
             monkeypatch.undo()
 
-    def away(key: str):
+    def away(key: str, most: int | None = None):
         raise Unavailable("away")
 
     found = borrower(store, pause=pause)
-    monkeypatch.setattr(store, "head", away)
+    monkeypatch.setattr(store, "get", away)
     assert len(found.groups(0)) == 2
     assert waits == [0.5, 1.0, 2.0]
-    monkeypatch.setattr(store, "head", away)
+    monkeypatch.setattr(store, "get", away)
     with pytest.raises(Unavailable, match="000000001"):
         found.groups(0)
 

@@ -93,6 +93,7 @@ class Server:
         if how == "hang":
             await asyncio.sleep(600)
         if how == "die":
+            print("no memory is left", file=sys.stderr, flush=True)
             os._exit(3)
         if isinstance(how, int):
             return how, {"error": "as planned"}

@@ -272,6 +272,17 @@ async def test_only_what_was_taken_is_passed_on() -> None:
     assert bench.ledger.tokens_wasted == {"interrupted": 2}
 
 
+async def test_a_hand_over_that_comes_before_the_word_of_its_version_is_tried_again() -> None:
+    early = [problem("conflict", 409), problem("conflict", 409)]
+    bench = Bench(
+        partials=lambda body: early.pop() if early else httpx.Response(200, json={"taken": body["work_items"]})
+    )
+    bench.ledger.leased({"w1": 1060.0})
+    await bench.partials.hand_over([group("w1")])
+    assert (bench.ledger.unfinished(), bench.ledger.errors) == ([], {})
+    assert len(bench.desk.wire.files) == 1
+
+
 async def test_files_are_kept_under_the_limit() -> None:
     names = [f"w{n}" for n in range(9)]
     groups = [group(name) for name in names]
@@ -290,6 +301,7 @@ async def test_files_are_kept_under_the_limit() -> None:
     [
         ("uploads", lambda _: problem("conflict", 409)),
         ("partials", lambda _: problem("trajectory_refused", 422, reason="hash")),
+        ("partials", lambda _: problem("conflict", 409)),
         ("partials", lambda _: httpx.Response(503)),
     ],
 )

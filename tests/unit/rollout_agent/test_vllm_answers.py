@@ -43,6 +43,7 @@ from app.rollout_agent.engines.vllm_command import (
     tensor_parallel,
 )
 from app.rollout_agent.engines.vllm_features import LORA_ROUTES, ROUTES, features, missing_routes
+from app.rollout_agent.engines.vllm_lanes import KEEPALIVE_S
 from tests.unit.rollout_agent.tiny import write_model_files
 
 PLAIN = Blueprint(tokenizer=None, adapter=None, layout={}, eos=(2,), vocabulary=100, split=Split(heads=12))
@@ -223,6 +224,7 @@ def test_the_server_is_on_loopback_unbiased_and_its_key_on_no_command_line() -> 
     assert env["ECHO2_ENGINE_KEY"] == "k3y"
     assert env["PATH"] == "/bin"
     assert env["VLLM_HOST_IP"] == "127.0.0.1"
+    assert float(env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEPALIVE_S, "the client ends idle connections first"
     assert "k3y" not in " ".join(line)
 
 

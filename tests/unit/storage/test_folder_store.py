@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.protocol.errors import BadInput, Conflict, NotFound, Unavailable
+from app.protocol.errors import BadInput, Conflict, NotFound, TooLarge, Unavailable
 from app.storage.objects import ObjectInfo
 from app.storage.stores import TEMP_FOLDER, FolderStore, open_store
 
@@ -45,6 +45,14 @@ def test_a_file_is_copied(store: FolderStore, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         store.put_file("none", tmp_path / "absent")
     assert keys(store) == ["big"]
+
+
+def test_an_object_that_is_larger_than_its_reader_expects_is_not_read(store: FolderStore) -> None:
+    store.put("x", b"four")
+    assert store.get("x", 4) == store.get("x", 5) == b"four"
+    for most in (3, 0):
+        with pytest.raises(TooLarge, match=f"4 bytes; at most {most}"):
+            store.get("x", most)
 
 
 def test_absent_objects(store: FolderStore) -> None:

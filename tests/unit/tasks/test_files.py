@@ -147,7 +147,7 @@ def test_what_is_too_large_is_refused_before_it_is_read(tmp_path: Path):
 class NoBytes(FolderStore):
     """Has no memory for an object: it can be copied block by block, and not read whole."""
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most: int | None = None) -> bytes:
         raise AssertionError(f"{key} was read into memory")
 
 
