@@ -32,10 +32,9 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest -n 2 tests/unit tests/integration/control tests/integration/providers tests/integration/storage
 	$(MAKE) --no-print-directory test-processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
 
 test-processes: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/integration/learner tests/integration/rollout_agent tests/integration/snapshots
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e tests/integration/learner tests/integration/rollout_agent tests/integration/snapshots
 
 # A real vLLM on the CPU in an environment of its own (exact versions), kept between runs: 8 starts of the engine, minutes.
 # Whole agents with it run under the service, which has its own environment.

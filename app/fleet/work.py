@@ -29,7 +29,7 @@ from app.protocol.work import WorkItem as WorkItemMessage
 from app.storage.models import ItemStatus, Job, Lease, Node, SnapshotRow, Step, WorkItem
 
 log = logging.getLogger(__name__)
-MOST_ASKING = 8
+MOST_ASKING = 16
 """Requests of one node that may wait for work at a time; further ones are answered at once."""
 
 
