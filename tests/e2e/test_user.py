@@ -156,7 +156,7 @@ def test_a_bad_setting_stops_the_service_with_one_line(stage: Stage, name: str, 
 def test_a_second_service_does_not_take_the_marketplace_of_another(stage: Stage) -> None:
     other = {"ECHO2_STATE_DIR": str(stage.folder / "second"), "ECHO2_PORT": str(free_port())}
     answer = stage.cli(
-        "serve", ECHO2_MARKETPLACE_URL=stage.market_url, ECHO2_MARKETPLACE_API_KEY="not the one", **other
+        "serve", ECHO2_MARKETPLACE_URL=stage.market_url, ECHO2_MARKETPLACE_API_KEY="not-the-one", **other
     )
     assert answer.returncode == 1
     (told,) = [line for line in answer.stderr.splitlines() if "ECHO2_MARKETPLACE_URL" in line]
