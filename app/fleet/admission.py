@@ -29,8 +29,11 @@ def grantable(*, step: int, version: int, staleness: int, prompts: int, ahead: i
 
 
 def reach(published: int, staleness: int) -> int:
-    """The newest version that a learner can have by what it was given, if the service has heard of none since
-    `published`: with `grantable` under that version it never has more groups than for S + 1 steps."""
+    """The newest version that a learner can have, if the service has heard of none since `published`.
+
+    All that it was given was sampled under that version or an older one, so the last step t that it can make of it has
+    t − published ≤ S; that step makes version t + 1.
+    """
     return published + staleness + 1
 
 

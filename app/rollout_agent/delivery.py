@@ -136,7 +136,7 @@ class Delivery:
             except (Gone, Unauthorized):
                 raise
             except (Unavailable, Conflict) as error:
-                # Conflict: an earlier try of the same file is still being looked at.
+                # Conflict: an earlier try of the file is still being looked at, or its version is news to the service.
                 deadline = max(deadline, self._ledger.deadline(items) or deadline)
                 if self._clock() > deadline + HOPELESS_AFTER_S:
                     self._ledger.settled(items)

@@ -30,6 +30,7 @@ from app.rollout_agent.ledger import WorkLedger
 log = logging.getLogger(__name__)
 
 CONFLICTS_TOLERATED = 2
+"""Of one file, a second apart: who hands over has little time."""
 ANY_VERSION = 2**31 - 1
 """That no version is from the future the control service has seen to; it knows more of them than this node."""
 REASONS: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from app.protocol.errors import TooLarge
+from app.protocol.errors import BadInput, TooLarge
 
 CHECK_KEY = "echo2-check"
 """What `check` writes and reads."""
@@ -86,8 +86,6 @@ def at_most(key: str, size: int, most: int | None) -> None:
 
 def validate_key(key: str) -> str:
     """The key if it is safe to use as a relative path. Raises BadInput otherwise."""
-    from app.protocol.errors import BadInput
-
     parts = key.split("/")
     if not key or len(key) > 900 or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
         raise BadInput(f"{key[:80]!r} is not a valid object key")

@@ -89,16 +89,18 @@ async def test_bad_file_is_refused_counted_and_its_work_given_out_again(control:
     assert (await control.node_row(node.id)).files_refused == 0
 
 
+@pytest.mark.parametrize("version", [1, 4])
 @pytest.mark.parametrize("whole", [True, False])
 async def test_a_file_of_a_version_whose_word_is_late_is_asked_for_again(
-    control: World, monkeypatch: pytest.MonkeyPatch, whole: bool
+    control: World, monkeypatch: pytest.MonkeyPatch, whole: bool, version: int
 ) -> None:
+    """With S = 3 the learner can make v4 of what was sampled under v0; v5 is refused, as REFUSALS has it."""
     monkeypatch.setattr(commits, "PUBLISH_LAG_S", 0.1)
     job_id = await control.create()
     learner, (node,) = await control.running(job_id)
     items, slot = await node.work(1)
     assert slot is not None
-    rows = node.rollouts(items, span_versions=[1])
+    rows = node.rollouts(items, span_versions=[version])
     data = encode(rows) if whole else encode_partial([replace(rows[0], finish_reason="abort")])
     await node.put(slot, data)
     path = "trajectories" if whole else "partials"
@@ -109,7 +111,7 @@ async def test_a_file_of_a_version_whose_word_is_late_is_asked_for_again(
     assert [i.status for i in await control.items(job_id)] == ["leased"]
     assert (await control.node_row(node.id)).files_refused == 0
     assert "trajectory_refused" not in await control.kinds(job_id)
-    await learner.publish(1)
+    await learner.publish(version)
     assert (await node.post(path, body)).json()["accepted" if whole else "taken"] == [items[0].id]
 
 
