@@ -312,8 +312,10 @@ async def test_what_a_cancelled_worker_can_t_hand_over_is_counted_as_wasted() ->
         await shift.until(lambda: len(desk.committed) >= 12, "work is committed")
         await cancelled(shift)
     committed = sum(len(row.completion_ids) for row in desk.rows if row.work_item in desk.committed)
-    assert set(shift.ledger.tokens_wasted) == {"interrupted"}
-    assert shift.ledger.tokens_generated == committed + shift.ledger.tokens_wasted["interrupted"]
+    wasted = shift.ledger.tokens_wasted
+    # A group may have become whole, and not been handed in yet, when the end came.
+    assert {"interrupted"} <= set(wasted) <= {"interrupted", "refused"}
+    assert shift.ledger.tokens_generated == committed + sum(wasted.values())
     assert shift.ledger.unfinished(), "they are handed back as the node leaves"
 
 
