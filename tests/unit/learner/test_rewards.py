@@ -222,15 +222,17 @@ def test_what_waits_is_bounded(rig):
 
 
 def test_a_task_that_hangs_is_given_up_and_what_it_says_later_is_not_heard(rig):
-    now, go, done = [0.0], threading.Event(), threading.Event()
+    now, begun, go, done = [0.0], threading.Event(), threading.Event(), threading.Event()
 
     def before(text: str) -> None:
+        begun.set()
         assert go.wait(WAIT_S)
         if text.startswith("3"):
             done.set()
 
     made = rig(Sums(before), patience_s=60.0, clock=lambda: now[0])
     made.take(answers("a"))
+    assert begun.wait(WAIT_S), "its time counts from here"
     made.inbox._rewarder.sweep()
     assert made.dropped(0) == []
     now[0] = 61.0
@@ -242,10 +244,17 @@ def test_a_task_that_hangs_is_given_up_and_what_it_says_later_is_not_heard(rig):
 
 
 def test_a_group_has_as_long_as_its_task_says_for_each_answer(rig):
-    now, go = [0.0], threading.Event()
-    pool = SimpleNamespace(longest_call_s=10.0, close=lambda: None, ask=lambda *_, **__: go.wait(WAIT_S) and {})
+    now, begun, go = [0.0], threading.Event(), threading.Event()
+
+    def ask(*_: object, **__: object) -> dict[str, object]:
+        begun.set()
+        assert go.wait(WAIT_S)
+        return {}
+
+    pool = SimpleNamespace(longest_call_s=10.0, close=lambda: None, ask=ask)
     made = rig(SandboxTask(pool, {"name": "t"}), clock=lambda: now[0])
     made.take(answers("a"))
+    assert begun.wait(WAIT_S), "its time counts from here"
     # Each may have to wait for a process first, and so may its prompt.
     most = (1 + QUEUE_SHARE) * 10.0 * (1 + made.spec.batch.group_size)
     for moment, gone in ((most - 1, []), (most + 1, [("a", "unscored")])):
