@@ -52,22 +52,6 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _check_key(settings: Settings) -> None:
-    """Raises Unavailable if the marketplace that answers is somebody else's, and does not know this service."""
-    headers = {"Authorization": f"Bearer {marketplace_key(settings)}"}
-    try:
-        url = f"{settings.marketplace_url}/api/v0/users/current"
-        status = httpx.get(url, headers=headers, timeout=5.0, trust_env=False).status_code
-    except httpx.HTTPError as error:
-        raise Unavailable(f"ECHO2_MARKETPLACE_URL: {settings.marketplace_url} does not answer any more") from error
-    # 404 is how vast.ai, and so the local marketplace, answers a key that it does not know.
-    if status in (401, 403, 404):
-        raise Unavailable(
-            f"ECHO2_MARKETPLACE_URL: the marketplace at {settings.marketplace_url} does not know this service's key: "
-            "it is that of another service. Choose another port, or set ECHO2_MARKETPLACE_API_KEY to its key"
-        )
-
-
 @contextmanager
 def embedded_marketplace(settings: Settings) -> Iterator[None]:
     """The local marketplace for as long as the block runs, unless somebody else's answers or it is somewhere else."""
@@ -79,9 +63,7 @@ def embedded_marketplace(settings: Settings) -> Iterator[None]:
     found = _answers(settings.marketplace_url)
     process = _left_behind(folder, port) if found else _start(settings, folder, port)
     try:
-        if process is None:
-            _check_key(settings)
-        elif not found:
+        if process is not None and not found:
             _wait(settings, process)
         yield
     finally:

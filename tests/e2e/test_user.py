@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.stage import Stage, free_port, small_job
+from tests.e2e.stage import Stage, small_job
 from tests.e2e.story import STEPS, Story
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -151,14 +151,3 @@ def test_a_bad_setting_stops_the_service_with_one_line(stage: Stage, name: str, 
     assert answer.stderr.startswith(f"{name}: ")
     assert answer.stderr.count("\n") == 1
     assert "expected" in answer.stderr
-
-
-def test_a_second_service_does_not_take_the_marketplace_of_another(stage: Stage) -> None:
-    other = {"ECHO2_STATE_DIR": str(stage.folder / "second"), "ECHO2_PORT": str(free_port())}
-    answer = stage.cli(
-        "serve", ECHO2_MARKETPLACE_URL=stage.market_url, ECHO2_MARKETPLACE_API_KEY="not-the-one", **other
-    )
-    assert answer.returncode == 1
-    (told,) = [line for line in answer.stderr.splitlines() if "ECHO2_MARKETPLACE_URL" in line]
-    assert "does not know this service's key" in told
-    assert stage.http.get("/readyz").status_code == 200
